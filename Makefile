@@ -56,7 +56,7 @@ test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and select
 		$(OF_PRODUCTS)
 
 nightly-older-processor: $(STAMP)
-	$(OLDER) -k interpreted $(OF_PRODUCTS)
+	$(OLDER) -m "not ray and interpreted" --full-products $(OF_PRODUCTS)
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve and not nightly" tests/cluster --ignore=tests/cluster/pipeline
@@ -76,10 +76,10 @@ nightly: $(STAMP)  ## tests of benchmark programs and of the tests' tools, all c
 	@$(MAKE) --no-print-directory --keep-going nightly-plain nightly-ray nightly-older-processor
 
 nightly-plain: $(STAMP)
-	$(PYTEST) -m "not ray and (nightly or pairwise or hypothesis)" --full-products $(PARALLEL)
+	$(PYTEST) -m "not ray and (nightly or pairwise or hypothesis or interpreted)" --full-products $(PARALLEL)
 
 nightly-ray: $(STAMP)
-	$(PYTEST) -m "ray and (nightly or pairwise or hypothesis)" --full-products
+	$(PYTEST) -m "ray and (nightly or pairwise or hypothesis or interpreted)" --full-products
 
 ROOM ?= proto workers router cluster
 quick: $(STAMP)  ## ruff, mypy, and the tests of one room without Ray, on all cores: make quick ROOM=router

@@ -34,10 +34,6 @@ except ImportError:
 # a new client of httpx reads the certificates of all authorities, which takes 30 ms of a core
 ssl.create_default_context = cache(ssl.create_default_context)
 torch.set_num_threads(1)  # also where a user's environment says otherwise
-settings.register_profile(
-    "without a clock", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("without a clock")
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +163,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--full-products"):
         os.environ[examples.ALL] = "1"
+    settings.register_profile(
+        "without a clock",
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=examples.examples(100),
+    )
+    settings.load_profile("without a clock")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

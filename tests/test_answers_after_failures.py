@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from examples import examples
 from harness import fixed_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return found
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4, least=2), deadline=None, derandomize=True)
 @given(
     fails_at=st.sets(st.integers(0, 40), min_size=2, max_size=8),
     stages=st.sampled_from([1, 2, 3]),

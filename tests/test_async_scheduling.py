@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from examples import examples
 from harness import fixed_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,7 +114,7 @@ class RelayingChain(LocalStageChain):
         return carried
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4, least=2), deadline=None, derandomize=True)
 @given(
     budget=st.integers(5, 300),
     max_num_seqs=st.integers(2, 9),
@@ -148,7 +149,7 @@ def test_the_same_answers_of_stages_that_take_turns(
     assert any(found)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=examples(6, least=2), deadline=None, derandomize=True)
 @given(
     page_size=st.sampled_from([1, 4, 16]),
     budget=st.integers(5, 300),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checked_once import checked_once
 from exact_values import SAMPLING, Values, exact_values
+from examples import examples
 from harness import random_ids, run_answers, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,7 +160,7 @@ CASES = st.builds(
 LENGTHS = st.lists(st.sampled_from([1, 2, 7, 16, 33, 60, 100]), min_size=1, max_size=6)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=examples(6, least=2), deadline=None, derandomize=True)
 @given(case=CASES, lengths=LENGTHS, threads=st.integers(1, 3))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,7 +249,7 @@ def test_requests_of_other_sampling_parameters(tmp_path: Path, dtype: str) -> No
         assert each == alone
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=examples(6, least=2), deadline=None, derandomize=True)
 @given(case=CASES, length=st.sampled_from([1, 16, 33, 60]), num_known=st.integers(0, 11))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["mixtral", "interleaved", "latent"])
@@ -275,7 +276,7 @@ def test_an_answer_that_is_computed_again_from_any_of_its_tokens(
     )
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4, least=2), deadline=None, derandomize=True)
 @given(
     num_actors=st.integers(1, 8),
     replicas=st.integers(1, 2),

@@ -47,6 +47,7 @@ def _ray_processes_of(home: Path) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_over_ray_and_locally_the_same_tokens(tmp_path: Path) -> None:
     options = ["--json", "--dtype", "float32", "--temperature", "0", "--max-tokens", "40", *PROMPTS]
     over_ray = json.loads(_run(tmp_path, "--stages", "2", *options).stdout)

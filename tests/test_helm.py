@@ -470,6 +470,7 @@ WITH = {  # other values without which one has no effect
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_a_value_changes_what_it_says(name: str, charts: Callable[[str], Path]) -> None:
     value, find, expected = CASES[name]

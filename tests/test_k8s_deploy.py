@@ -11,14 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
+from blocking_head import blocking_head
 from k8s_documents import overlay, ray_service, serve_config
 from k8s_rules import groups_of, offered_resources
 from ray.util import get_node_ip_address
@@ -63,27 +62,15 @@ def cluster(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
         "object-store-memory": 2**28,
         "temp-dir": folder,
     }
-    words = [f"--{name}={value}" for name, value in (ports | options).items()]
-    with (tmp_path / "ray.log").open("w") as log:
-        ray = subprocess.Popen(
-            [BIN / "ray", "start", "--head", "--block", *words],
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            url = f"http://127.0.0.1:{DASHBOARD}"
-            while not _answers(url, environment["RAY_AUTH_TOKEN"]):
-                assert ray.poll() is None, (tmp_path / "ray.log").read_text()
-                time.sleep(0.2)
-            yield url
-        finally:
-            # by SIGTERM, Ray takes half a minute to end
-            for process in (*psutil.Process(ray.pid).children(recursive=True), ray):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            ray.wait(60)
-            shutil.rmtree(folder, ignore_errors=True)
+    url = f"http://127.0.0.1:{DASHBOARD}"
+    with blocking_head(
+        ports | options,
+        environment,
+        tmp_path / "ray.log",
+        lambda: _answers(url, environment["RAY_AUTH_TOKEN"]),
+    ):
+        yield url
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.ray

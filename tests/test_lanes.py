@@ -24,7 +24,7 @@ MARKS = (
     *(marks | {"nightly"} for marks in PLACES),
 )  # which a test may have, and those of AGAIN
 # of tests that make nightly runs again: with more combinations, or more of Hypothesis's examples
-AGAIN = ("pairwise", "hypothesis")
+AGAIN = ("pairwise", "hypothesis", "interpreted")
 NAMES = {"ray", "serve", "nightly", *AGAIN}
 
 
@@ -198,14 +198,17 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ("test-serve test-ray; served", "test-ray; served"),
         ("test-serve test-ray; served", "test-serve; served"),
         ("--keep-going test-plain ", "--keep-going types "),
-        ('-m "not ray and (nightly or pairwise or hypothesis)"', '-m "not ray and nightly"'),
         (
-            '-m "not ray and (nightly or pairwise or hypothesis)"',
-            '-m "not ray and (nightly or pairwise)"',
+            '-m "not ray and (nightly or pairwise or hypothesis or interpreted)"',
+            '-m "not ray and nightly"',
         ),
         (
-            '-m "ray and (nightly or pairwise or hypothesis)" --full-products',
-            '-m "ray and (nightly or pairwise or hypothesis)"',
+            '-m "not ray and (nightly or pairwise or hypothesis or interpreted)"',
+            '-m "not ray and (nightly or pairwise or hypothesis)"',
+        ),
+        (
+            '-m "ray and (nightly or pairwise or hypothesis or interpreted)" --full-products',
+            '-m "ray and (nightly or pairwise or hypothesis or interpreted)"',
         ),
         ("--keep-going nightly-plain nightly-ray", "--keep-going nightly-plain"),
     ],

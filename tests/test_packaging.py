@@ -221,6 +221,7 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(checkout: Path, wheel: Path)
         assert {f"tramontane/cluster/demo_model/{name}" for name in DEMO_FILES} <= files
 
 
+@pytest.mark.nightly
 def test_a_source_distribution_makes_the_same_wheel(
     checkout: Path, wheel: Path, tmp_path: Path
 ) -> None:
@@ -257,6 +258,7 @@ def test_a_wheel_installs_and_runs_from_anywhere(
     assert environment.tramontane_version(tmp_path) == VERSION
 
 
+@pytest.mark.nightly
 def test_an_editable_install_runs_the_checkout(checkout: Path, tmp_path: Path) -> None:
     checkout = shutil.copytree(checkout, tmp_path / "checkout")
     environment = Environment(tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from exact_values import Values, exact_values
+from examples import examples
 from harness import fixed_scheduler, merge_outputs, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +98,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
     return turns
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(8, least=2), deadline=None, derandomize=True)
 @given(
     turns=conversations(),
     stages=st.sampled_from([1, 2]),

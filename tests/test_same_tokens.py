@@ -114,7 +114,7 @@ def test_same_tokens_where_sequences_are_preempted(kind: str, sampling: Sampling
     assert outputs[0] == outputs[1]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40, least=5), deadline=None, derandomize=True)
 @given(
     window=st.one_of(st.none(), st.integers(1, 40)),
     other_window=st.one_of(st.none(), st.integers(1, 40)),
@@ -197,7 +197,7 @@ def _sampled(
     return run_in_process(plan, workers, prompts, sampling, budget=budget, together=together)
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@settings(max_examples=examples(60, least=5), deadline=None, derandomize=True)
 @given(
     window=st.sampled_from([None, 1, 5, 24]),
     page_size=st.sampled_from([1, 3, 16]),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from examples import examples
 from guessing_drafter import WRONG, count_ahead, guess
 from harness import fixed_scheduler
 from hypothesis import given, settings
@@ -49,7 +50,7 @@ def _guess_from(patch: pytest.MonkeyPatch, answers: Sequence[Answer], share: flo
     guess(patch, next_token, share)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4, least=2), deadline=None, derandomize=True)
 @given(
     share=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
     num_drafts=st.integers(1, 6),

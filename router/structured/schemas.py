@@ -284,7 +284,7 @@ def _without_annotations(schema: Schema) -> Schema:
     """Return a schema without annotations, and without keywords that are null: not given."""
     made = _without(schema, ANNOTATIONS)
     made = {key: value for key, value in made.items() if value is not None or key == "const"}
-    if made.get("format", "date") not in FORMATS:
+    if not isinstance(name := made.get("format", "date"), str) or name not in FORMATS:
         del made["format"]
     if isinstance(pattern := made.get("pattern"), str) and "(?" in pattern:
         first, *others = without_lookahead(pattern)

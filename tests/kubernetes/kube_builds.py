@@ -125,7 +125,7 @@ def _go(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def _download(module: str, version: str) -> dict[str, str]:
+def download(module: str, version: str) -> dict[str, str]:
     """A module of the proxy: its folder, its go.mod, its version."""
     BUILDS.mkdir(parents=True, exist_ok=True)
     answer: dict[str, str] = json.loads(
@@ -147,7 +147,7 @@ def _kubernetes_module() -> Path:
     folder = BUILDS / "kubernetes"
     if (folder / "go.mod").exists():
         return folder
-    published = Path(_download("k8s.io/kubernetes", f"v1.{KUBERNETES}")["GoMod"]).read_text()
+    published = Path(download("k8s.io/kubernetes", f"v1.{KUBERNETES}")["GoMod"]).read_text()
     return _module("kubernetes", replace_staging_modules(published, KUBERNETES))
 
 
@@ -217,7 +217,7 @@ def _operator_source() -> Path:
     """A copy of the operator's source: of the folder that is given, or of the newest module."""
     given = os.environ.get(KUBERAY_SOURCE)
     if given is None:
-        source = Path(_download(KUBERAY_MODULE, "latest")["Dir"])
+        source = Path(download(KUBERAY_MODULE, "latest")["Dir"])
     else:
         source = Path(given).expanduser()
         if not (source / "config" / "crd").is_dir():

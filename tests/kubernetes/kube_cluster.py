@@ -112,7 +112,7 @@ def bring_up(num_nodes: int, image: Path | None) -> None:
         kube_builds.build_missing(report)
         report("images of the control plane")
         kube_images.create_program_images()
-        kube_images.create_redis(report)
+        kube_images.create_debian_images(report)
         if image is not None:
             _remember_image(image)
         elif not GIVEN_IMAGE.exists() and not _is_current():
@@ -147,7 +147,8 @@ def import_images(number: int) -> None:
     """Import on a node all images that the cluster has."""
     for archive in kube_nodes.program_archives():
         kube_images.import_archive(number, archive)
-    kube_images.import_stand_in(number, f"{kube_images.REDIS}-1")
+    for image in kube_images.debian_images():
+        kube_images.import_stand_in(number, image)
     if GIVEN_IMAGE.exists():
         kube_images.import_given(number, GIVEN_IMAGE.resolve())
     else:

@@ -26,7 +26,9 @@ from kube_paths import BINARIES, CHECKOUT, CLUSTER, IMAGES, NODES, node_name
 from tramontane.proto.errors import UserError
 
 PAUSE, DNS, OPERATOR = "localhost/pause:1", "localhost/dns:1", "localhost/kuberay-operator:1"
-STAND_IN, REDIS = "tramontane", "redis"
+STAND_IN = "tramontane"
+# images of one program of Debian: the package, and the folder of k8s/ that names the image
+DEBIAN_IMAGES = {"redis": ("redis-server", "redis"), "rclone": ("rclone", "models-volume")}
 MARKER = ".standin-"
 ENVIRONMENT = Path("opt/tramontane")  # as in k8s/Dockerfile
 NAMES_FILE = IMAGES / "names.json"
@@ -95,17 +97,22 @@ def create_stand_in(checkout: Path, report: Callable[[str], None]) -> str:
     return number
 
 
-def create_redis(report: Callable[[str], None]) -> str:
-    """Create the tree and the archive of Redis' image, from Debian's package; return its number."""
-    number = f"{REDIS}-1"
-    if not (IMAGES / f"{number}.tar").exists():
+def create_debian_images(report: Callable[[str], None]) -> None:
+    """Create the trees and the archives of the images with one program of Debian."""
+    for number, (package, folder) in zip(debian_images(), DEBIAN_IMAGES.values(), strict=True):
+        if (IMAGES / f"{number}.tar").exists():
+            continue
         tree = IMAGES / number
         shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir(parents=True)
-        _link(kube_packages.root_file_system(["redis-server"], report), tree)
-        config = {"Env": [f"PATH={kube_dockerfile.BASE_PATH}"], "Cmd": ["redis-server"]}
-        _archive_marker(number, [_image_name(CHECKOUT / "k8s" / "redis")], config)
-    return number
+        _link(kube_packages.root_file_system([package], report), tree)
+        config = {"Env": [f"PATH={kube_dockerfile.BASE_PATH}"], "Cmd": [package]}
+        _archive_marker(number, [_image_name(CHECKOUT / "k8s" / folder)], config)
+
+
+def debian_images() -> list[str]:
+    """The numbers of the images with one program of Debian."""
+    return [f"{name}-1" for name in DEBIAN_IMAGES]
 
 
 def application_names() -> list[str]:

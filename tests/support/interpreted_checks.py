@@ -11,17 +11,21 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from examples import runs_all
 
 Check = Callable[[str], None]  # of a device
 
 
-def run_interpreted(module: str) -> dict[str, str]:
-    """Run the checks of a module of this folder; return what each failed with, or nothing."""
+def run_interpreted(module: str, *names: str) -> dict[str, str]:
+    """Run checks of a module of this folder, all if none is named; return what each failed with, or
+    nothing.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, __file__, module],
+        [sys.executable, __file__, module, *names],
         env=environment,
         capture_output=True,
         text=True,
@@ -32,6 +36,13 @@ def run_interpreted(module: str) -> dict[str, str]:
     return failures
 
 
+def some(names: Iterable[str]) -> list[str]:
+    """Return each third of these checks, of which the interpreter takes seconds for one; all in
+    ``make nightly``.
+    """
+    return list(names) if runs_all() else list(names)[::3]
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     importlib.import_module("triton_on_cpu")
@@ -40,9 +51,9 @@ def main() -> None:
     torch.set_num_threads(1)
     checks: dict[str, Check] = importlib.import_module(sys.argv[1]).CHECKS
     failures = {}
-    for name, check in checks.items():
+    for name in sys.argv[2:] or checks:
         try:
-            check("cpu")
+            checks[name]("cpu")
             failures[name] = ""
         except Exception:
             failures[name] = traceback.format_exc()

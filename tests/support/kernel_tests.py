@@ -5,19 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_checks import Check, run_interpreted
+from interpreted_checks import Check, run_interpreted, some
 
 
 def checks_as_tests(module: str, checks: Mapping[str, Check]) -> tuple[Any, Any, Any]:
     """Return the fixture ``failures``, ``test_interpreted`` and ``test_on_a_gpu`` for the checks of
-    a module of this folder, to be bound to these names.
+    a module of this folder, to be bound to these names. ``make test`` interprets some of them.
     """
+    by_interpreter = some(checks)
 
     @pytest.fixture(scope="module")
     def failures() -> dict[str, str]:
-        return run_interpreted(module)
+        return run_interpreted(module, *by_interpreter)
 
-    @pytest.mark.parametrize("name", checks)
+    @pytest.mark.interpreted
+    @pytest.mark.parametrize("name", by_interpreter)
     def test_interpreted(failures: dict[str, str], name: str) -> None:
         assert not failures[name], failures[name]
 

@@ -8,7 +8,7 @@ NEEDED_MARKS = {  # by the expression of ``-m``
     "ray and not nightly": "ray",
     "ray and not serve and not nightly": "ray",
     "serve and not nightly": "serve",
-    "ray and (nightly or pairwise or hypothesis)": "ray",
+    "ray and (nightly or pairwise or hypothesis or interpreted)": "ray",
 }
 
 

@@ -152,6 +152,7 @@ def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], flo
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("cc") is None, reason="only kernels in C are batch-invariant")
 def test_the_fingerprint_is_that_of_one_stage_with_its_experts(folder: Path) -> None:
     stage = tiny_plan(ARGS).stages[0]
@@ -176,6 +177,7 @@ def test_expert_actors_that_are_killed_cost_no_request(
         assert_same_tokens(f"prompt of {len(prompt)}", output, expected[prompt])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings"
 )
@@ -187,6 +189,7 @@ def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(folder: Pat
         check_turns(chain, spec.plan)
 
 
+@pytest.mark.nightly
 def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folder: Path) -> None:
     """First all tokens of a layer go to its experts 0 and 1, as far as the plan knows; then to the
     others.

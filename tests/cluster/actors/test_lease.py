@@ -386,6 +386,7 @@ def test_a_free_pipeline_is_adopted_as_it_was_made_also_where_nothing_could_be_p
     assert not _actors_of(spec)
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_a_router_that_waits_for_room_takes_a_pipeline_that_becomes_free(
     spec: PipelineSpec,
@@ -434,6 +435,7 @@ def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec)
         assert ray.get(supervisor.fence.remote(holder))[0] > epoch
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_a_router_that_takes_a_pipeline_with_a_stopped_stage_does_not_wait_for_it(
     spec: PipelineSpec,
@@ -536,6 +538,7 @@ def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineS
             ray.get(supervisor.fence.remote(driver_holder_name()))
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_a_stage_that_finds_another_checkpoint_names_its_node(spec: PipelineSpec) -> None:
     wrong = replace(spec, checkpoint_digest=(("config.json", "0" * 64),))

@@ -5,6 +5,7 @@ others.
 from collections.abc import Iterable
 
 import pytest
+from examples import examples
 from guessing_drafter import guess
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +65,8 @@ def test_a_stream_gets_its_tokens_sooner_the_more_its_text_repeats() -> None:
     assert all(len(trace.token_times[0]) == 600 for trace, _ in runs.values())
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.nightly
+@settings(max_examples=examples(40), deadline=None)
 @given(
     stages=st.sampled_from([1, 2, 4, 8]),
     others=st.integers(1, 24),

@@ -113,6 +113,7 @@ def test_arrivals_have_the_rate_that_was_requested_also_in_bursts() -> None:
         assert len({arrival.at for arrival in arrivals}) == 4000 // burst
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_at_saturation_eight_stages_are_idle_for_less_than_five_percent_and_than_under_others(
     noise: float,
@@ -130,6 +131,7 @@ def _token_gaps(trace: SimTrace) -> list[float]:
     return sorted(trace.itl_s())
 
 
+@pytest.mark.nightly
 def test_a_target_for_the_time_between_tokens_is_kept() -> None:
     arrivals = TrafficModel(
         150, LengthDistribution(2000, 0.5, 8000), LengthDistribution(200, 0.5, 1500), rate=60.0
@@ -252,6 +254,7 @@ def _first_tokens_next_to(
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("window", "pages"), [(512, 1.0), (None, 0.4)])
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_interactive_requests_hardly_wait_for_a_saturating_batch(

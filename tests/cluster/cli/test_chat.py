@@ -478,6 +478,7 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: 
     assert terminal.exit_code() == 0
 
 
+@pytest.mark.nightly
 def test_what_is_typed_before_a_prompt_is_not_shown_and_waits_for_it(model: Path) -> None:
     """While the model is loaded, and while an answer grows. Enter, Ctrl-D and deleted characters
     wait, too.

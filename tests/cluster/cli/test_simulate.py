@@ -127,6 +127,7 @@ def test_hops_are_counted_where_the_next_stage_was_waiting() -> None:
     assert hop_seconds(steps) == 0.375
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_two_real_stages_are_measured_and_the_error_is_reported() -> None:
     reported = _simulated("--calibrate")["calibration"]

@@ -44,6 +44,7 @@ def _row(policy: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+@pytest.mark.nightly
 def test_the_table_of_policies_is_as_computed() -> None:
     """300 requests, all at once, eight stages: the defaults."""
     header, line, *rows = [line for line in _section().splitlines() if line.startswith("|")]
@@ -52,6 +53,7 @@ def test_the_table_of_policies_is_as_computed() -> None:
     assert rows == [_row(policy) for policy in _policies()]
 
 
+@pytest.mark.nightly
 def test_the_figures_at_forty_requests_per_second_are_as_computed() -> None:
     ours, *others = _policies("--request-rate", "40")
     *_, gllm = others

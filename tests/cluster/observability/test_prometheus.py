@@ -199,6 +199,7 @@ def test_every_query_of_the_row_finds_a_series_for_each_live_stage(at_work: Moni
         sleep(0.3)
 
 
+@pytest.mark.nightly
 def test_ray_s_metrics_page_embeds_the_dashboard_that_begins_with_our_row(
     at_work: Monitored,
 ) -> None:

@@ -179,6 +179,7 @@ def test_prometheus_accepts_its_settings(written: Path) -> None:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus"
 )

@@ -12,13 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
+from blocking_head import blocking_head
 from free_ports import free_port
 from ray.util import get_node_ip_address
 
@@ -107,31 +107,19 @@ def _growing(version: int, tmp_path: Path) -> Iterator[str]:
         "min-worker-port": 0,
         "max-worker-port": 0,
     }
-    words = [f"--{name}={value}" for name, value in options.items()]
-    with (tmp_path / "ray.log").open("w") as log:
-        head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words],
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
+    log = tmp_path / "ray.log"
+    with blocking_head(
+        options, environment, log, lambda: "will now block forever" in log.read_text()
+    ):
         try:
-            while "will now block forever" not in (text := (tmp_path / "ray.log").read_text()):
-                assert head.poll() is None, text
-                time.sleep(0.2)
             ray.init(address, log_to_driver=False)
             while not has_autoscaler():
-                assert head.poll() is None, (tmp_path / "ray.log").read_text()
                 time.sleep(0.2)
             ray.shutdown()
             yield address
         finally:
             ray.shutdown()
-            for process in (*psutil.Process(head.pid).children(recursive=True), head):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            head.wait(60)
-            shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _generate(
@@ -168,6 +156,7 @@ def growing(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.nightly
 def test_version_2_of_the_autoscaler_is_found_too(tmp_path: Path) -> None:
     with _growing(2, tmp_path):
         pass

@@ -85,14 +85,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 @pytest.mark.parametrize(
     ("kind", "link", "num_stages", "num_actors", "deaths"),
     [
-        ("mixtral", "object-store", 2, 0, 1),
-        ("mixtral", "direct", 4, 0, 1),
-        ("mixtral", "object-store", 2, 3, 0),
+        pytest.param("mixtral", "object-store", 2, 0, 1, marks=pytest.mark.nightly),
+        pytest.param("mixtral", "direct", 4, 0, 1, marks=pytest.mark.nightly),
+        pytest.param("mixtral", "object-store", 2, 3, 0, marks=pytest.mark.nightly),
         ("mixtral", "direct", 2, 2, 1),
         ("latent", "object-store", 3, 0, 1),
-        ("latent", "direct", 2, 2, 1),
-        ("sparse", "direct", 4, 0, 1),
-        ("sparse", "object-store", 2, 2, 1),
+        pytest.param("latent", "direct", 2, 2, 1, marks=pytest.mark.nightly),
+        pytest.param("sparse", "direct", 4, 0, 1, marks=pytest.mark.nightly),
+        pytest.param("sparse", "object-store", 2, 2, 1, marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_bits(

@@ -57,7 +57,9 @@ def test_the_clock_of_one_process_can_be_set(clocks: WallClocks) -> None:
     assert ray.get(others.read.remote())[1] - before < HOUR / 2
 
 
-@pytest.mark.parametrize("link", ["object-store", "direct"])
+@pytest.mark.parametrize(
+    "link", [pytest.param("object-store", marks=pytest.mark.nightly), "direct"]
+)
 def test_no_token_differs_and_no_time_of_a_stage_goes_back(
     clocks: WallClocks, link: Link, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def _loading(states: States) -> bool:
     return list(states.values()) == ["ALIVE"] * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "has_begun",
     [

@@ -78,7 +78,7 @@ def _plan(num_stages: int) -> PipelinePlan:
 @pytest.mark.parametrize(
     ("link", "num_stages", "num_actors"),
     [
-        ("object-store", 2, 0),
+        pytest.param("object-store", 2, 0, marks=pytest.mark.nightly),
         ("direct", 2, 2),
         pytest.param("direct", 2, 0, marks=pytest.mark.nightly),
         pytest.param("object-store", 2, 2, marks=pytest.mark.nightly),

@@ -128,10 +128,19 @@ def _name(case: object) -> str | None:
 
 
 both_links = pytest.mark.parametrize(
-    "pipeline", [("object-store", 2), ("direct", 2)], indirect=True, ids=_name
+    "pipeline",
+    [("object-store", 2), pytest.param(("direct", 2), marks=pytest.mark.nightly)],
+    indirect=True,
+    ids=_name,
 )
 undisturbed = pytest.mark.parametrize(  # by the deaths of other tests
-    "pipeline", [("object-store", 2, "chats"), ("direct", 2, "chats")], indirect=True, ids=_name
+    "pipeline",
+    [
+        pytest.param(("object-store", 2, "chats"), marks=pytest.mark.nightly),
+        ("direct", 2, "chats"),
+    ],
+    indirect=True,
+    ids=_name,
 )
 direct_link = pytest.mark.parametrize("pipeline", [("direct", 3)], indirect=True, ids=_name)
 
@@ -266,7 +275,12 @@ def test_control_calls_overtake_steps(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pipeline", "dying"),
-    [(("object-store", 2), 1), (("direct", 2), 1), (("direct", 3), 0), (("direct", 3), 1)],
+    [
+        (("object-store", 2), 1),
+        pytest.param(("direct", 2), 1, marks=pytest.mark.nightly),
+        pytest.param(("direct", 3), 0, marks=pytest.mark.nightly),
+        (("direct", 3), 1),
+    ],
     indirect=["pipeline"],
     ids=_name,
     scope="module",  # so that they run with others of the same pipeline

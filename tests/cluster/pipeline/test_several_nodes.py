@@ -112,6 +112,7 @@ class _Sender:
         return bytes(300), np.zeros(num_bytes, dtype=np.uint8)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("over", [-40, -10, 10, 40])
 def test_the_count_follows_ray_s_own_choice(cluster: Cluster, over: int) -> None:
     """Near the limit, to some bytes."""

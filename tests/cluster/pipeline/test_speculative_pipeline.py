@@ -113,7 +113,11 @@ class Case(NamedTuple):
         )
 
 
-CASES = Case("object-store", 2), Case("direct", 3), Case("direct", 2, num_actors=1)
+CASES = (
+    pytest.param(Case("object-store", 2), marks=pytest.mark.nightly),
+    Case("direct", 3),
+    Case("direct", 2, num_actors=1),
+)
 
 
 @dataclass(frozen=True)
@@ -340,7 +344,9 @@ def test_the_same_answers_while_the_process_of_a_stage_is_killed(
     assert 0 < num_before < watch.num_accepted
 
 
-@pytest.mark.parametrize("link", ["object-store", "direct"])
+@pytest.mark.parametrize(
+    "link", [pytest.param("object-store", marks=pytest.mark.nightly), "direct"]
+)
 def test_the_same_answers_of_steps_that_are_submitted_before_tokens_are_known(
     folder: Path, expected: list[Answer], link: Link
 ) -> None:

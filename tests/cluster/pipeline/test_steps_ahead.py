@@ -84,7 +84,7 @@ class _Counted:
     ("is_balanced", "link"),
     [
         (False, "direct"),
-        (True, "object-store"),
+        pytest.param(True, "object-store", marks=pytest.mark.nightly),
         pytest.param(False, "object-store", marks=pytest.mark.nightly),
         pytest.param(True, "direct", marks=pytest.mark.nightly),
     ],
@@ -110,7 +110,7 @@ def test_the_same_tokens(
 @pytest.mark.parametrize(
     ("stage", "link"),
     [
-        (0, "object-store"),
+        pytest.param(0, "object-store", marks=pytest.mark.nightly),
         (1, "direct"),
         pytest.param(1, "object-store", marks=pytest.mark.nightly),
         pytest.param(0, "direct", marks=pytest.mark.nightly),

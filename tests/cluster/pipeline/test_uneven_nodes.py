@@ -180,6 +180,7 @@ def test_two_pipelines_get_one_of_each_kind(
         assert [nodes[ids[1]] for ids in both] == ["both small"] * 2
 
 
+@pytest.mark.nightly
 def test_real_stages_stand_there_with_the_layers_that_were_meant_for_them(
     nodes: dict[str, str], hardware: Hardware, folder: Path
 ) -> None:

@@ -123,6 +123,7 @@ async def _rolled_in(load: Load, settings: dict[str, Any]) -> dict[int, int]:
     return await asyncio.to_thread(_stages)
 
 
+@pytest.mark.nightly
 def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict[str, Any]) -> None:
     body = {
         "prompt": "ROMEO:",

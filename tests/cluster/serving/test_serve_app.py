@@ -1305,7 +1305,9 @@ def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights_and_streams_co
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+)
 def test_streams_of_a_stage_that_dies_or_stands_still_only_wait(how: signal.Signals) -> None:
     (before,) = wait_until_idle()
     _check_undisturbed_by(lambda: os.kill(before["stages"][1]["pid"], how))
@@ -1395,6 +1397,7 @@ def test_deleting_the_application_removes_every_pipeline() -> None:
     assert ray.is_initialized()
 
 
+@pytest.mark.nightly
 def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     """What ``serve deploy`` sends to the controller: the code and its arguments stay,
     ``num_replicas`` changes.

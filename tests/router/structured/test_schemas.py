@@ -5,6 +5,7 @@ a tool's schema loses where it cannot be enforced.
 import itertools
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import llguidance
@@ -39,6 +40,30 @@ def _tool_takes(schema: Any, *arguments: str, name: str = "f") -> list[bool]:
     grammar = build_grammar(None, _tools({"name": name, "parameters": schema}), "required", BY_NAME)
     assert ARGS is not None
     return [_takes(grammar, CALLS, name, ARGS, text) for text in arguments]
+
+
+# Values of a wrong type
+
+KEYWORDS = (
+    *("$defs", "$ref", "additionalProperties", "allOf", "anyOf", "const", "dependentRequired"),
+    *("enum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "minimum"),
+    *("multipleOf", "oneOf", "not", "pattern", "patternProperties", "prefixItems", "properties"),
+    *("required", "type", "x-guidance", "title", "default", "examples", "if", "definitions"),
+)
+VALUES = ([], {}, [[]], [{}], {"a": []}, "x", 1, -1.5, True, None, ["a", 1], [None])
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_value_of_a_wrong_type_is_refused_or_left_out_and_never_a_defect(keyword: str) -> None:
+    """``{"format": []}`` once was: a list can be in no set."""
+    for value in VALUES:
+        for schema in ({keyword: value}, {"type": "object", "properties": {"a": {keyword: value}}}):
+            with suppress(ParameterError):
+                build_grammar(_format(schema), None, None, BY_NAME)
+            tool = {"name": "f", "parameters": schema}
+            for is_strict in (True, False):
+                with suppress(ParameterError):
+                    build_grammar(None, _tools(tool | {"strict": is_strict}), "required", BY_NAME)
 
 
 # Annotations

@@ -25,6 +25,7 @@ from tramontane.workers.stage.stage_worker import StageWorker
 CPU = torch.device("cpu")
 
 
+@pytest.mark.nightly
 def test_compiled_functions_agree_with_plain_ones() -> None:
     program = Path(__file__).parents[2] / "support" / "compiled_ops.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(program.parent), *sys.path])}

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from examples import examples
 from harness import random_ids, run_prompts, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,7 +215,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30, least=3))
 @given(
     calls=CALLS,
     page_size=st.sampled_from([1, 4, 16]),

@@ -66,6 +66,7 @@ print(json.dumps({"planned": planned, "held": held, "peak": peak, "read": sum(re
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "quantization"),
     [
