@@ -47,7 +47,10 @@ class ReadmeShell:
         return self.own("\n".join(lines), limit_s)
 
     def own(self, script: str, limit_s: float = 600.0) -> str:
-        """Run lines of a shell that are not the README's; what they print."""
+        """Run lines of a shell that are not the README's; what they print. Pytest shows them with
+        what they print where a test fails, and with ``-s`` at once.
+        """
+        print(f"$ {script}", flush=True)
         lines = "\n".join(["set -eo pipefail", *self._assignments, script])
         done = subprocess.run(
             [*in_network(CONTROL_PLANE), "bash", "-c", lines],
@@ -58,8 +61,9 @@ class ReadmeShell:
             timeout=limit_s,
             check=False,
         )
-        assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
-        return done.stdout + done.stderr
+        print(said := done.stdout + done.stderr, flush=True)
+        assert done.returncode == 0, f"status {done.returncode}: {script}\n{said}"
+        return said
 
     def apply(self, manifest: str) -> None:
         """Apply a manifest that is not the README's."""

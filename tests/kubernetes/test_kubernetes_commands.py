@@ -37,7 +37,7 @@ ELSEWHERE = {
     '?ref=v1.7.0"': "make kubernetes creates the operator from a copy of this folder",
 }
 DEFINITIONS = (
-    ("sigs.k8s.io/gateway-api", "v1.7.0", "config/crd/standard", ("gateways", "routes")),
+    ("sigs.k8s.io/gateway-api", "v1.4.1", "config/crd/standard", ("gateways", "routes")),
     (
         "github.com/prometheus-operator/prometheus-operator",
         "v0.85.0",
@@ -172,7 +172,7 @@ def ask(shell: ReadmeShell) -> str:
 def monitoring(shell: ReadmeShell) -> None:
     """Monitoring: each command shows what its comment says."""
     pod = shell.own("kubectl get pod -l app=tramontane,tramontane-role=ingress -o name").split()[0]
-    assert '"levelname"' in shell.run("kubectl logs POD", changes=[("POD", pod)])
+    assert "Ray runtime started" in shell.run("kubectl logs POD", changes=[("POD", pod)])
     shell.run("kubectl get events --field-selector type=Warning")
     assert "RUNNING" in shell.run("kubectl get rayservice tramontane -o yaml")
     shell.run("HEAD=$(kubectl get pod -l app=tramontane,tramontane-role=head -o name)")
