@@ -51,7 +51,9 @@ class ReadmeShell:
         what they print where a test fails, and with ``-s`` at once.
         """
         print(f"$ {script}", flush=True)
-        lines = "\n".join(["set -eo pipefail", *self._assignments, script])
+        # one that a command uses: what another asks for may be deleted by now
+        used = [each for each in self._assignments if f"${each.partition('=')[0]}" in script]
+        lines = "\n".join(["set -eo pipefail", *used, script])
         done = subprocess.run(
             [*in_network(CONTROL_PLANE), "bash", "-c", lines],
             cwd=self.folder,
