@@ -166,8 +166,11 @@ def test_another_ingress_sends_the_calls_that_the_client_has_not_received(cut: i
 
 
 def test_a_list_of_models_is_anthropics_for_anthropics_clients() -> None:
+    # One application for all requests: a model is created when its application is.
+    app = http_app_for(ScriptedSource(), MODEL, chat=FORMAT).app()
+
     async def listed(headers: Mapping[str, str], path: str) -> dict[str, Any]:
-        async with client_for(http_app_for(ScriptedSource(), MODEL, chat=FORMAT).app()) as client:
+        async with client_for(app) as client:
             answer: dict[str, Any] = (await client.get(path, headers=dict(headers))).json()
             return answer
 
