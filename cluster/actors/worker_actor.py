@@ -19,7 +19,13 @@ import ray
 
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
 from tramontane.cluster.common.ray_api import start_periodic_thread
-from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
+from tramontane.cluster.planning.hardware import num_memory_kills
+from tramontane.cluster.ray_internals.accessors import (
+    end_of_last_process,
+    kv_delete,
+    kv_get,
+    kv_put,
+)
 from tramontane.proto.errors import (
     CheckpointError,
     LinkError,
@@ -262,6 +268,7 @@ class WorkerActor(Generic[W]):
         # Rows arrive as read-only views of the object store and are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
+            report_new_process(self.label)
             import_torch()
             with _limit_load_attempts(self.label, self.max_load_crashes), annotate_node():
                 if not isinstance(self._settings.weights, RandomWeights):
@@ -298,6 +305,29 @@ class WorkerActor(Generic[W]):
             assert self._load_error is not None
             raise self._load_error
         return self._worker
+
+
+def report_new_process(label: str) -> None:
+    """Log why an actor has another process than its first one; nothing of a first one.
+
+    The process that ended could not say so itself if it was killed, and callers see no more than
+    that the actor was not there for a moment.
+    """
+    try:
+        actor_id = ray.get_runtime_context().get_actor_id()
+        assert actor_id is not None
+        if (why := end_of_last_process(actor_id)) is None:
+            return
+    except Exception:  # also a defect: a log line keeps no stage from loading
+        logger.warning("it is not known why %s has a new process", label, exc_info=True)
+        return
+    why = why or "Ray does not know how."
+    if num_kills := num_memory_kills():
+        why += (
+            " Since this container started, the kernel has killed processes of it because its"
+            f" memory was full: {num_kills}."
+        )
+    logger.warning("%s has a new process, because the one before ended: %s", label, why)
 
 
 @contextmanager

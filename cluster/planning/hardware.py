@@ -243,6 +243,15 @@ def usable_memory() -> int:
     return min(free, max(limit - used + _unused_file_pages(), 0))
 
 
+def num_memory_kills() -> int:
+    """Return how many processes of this container the kernel has killed for their memory since the
+    container started; 0 where that is not known.
+    """
+    text = _read_cgroup("memory.events") or _read_cgroup("memory/memory.oom_control")
+    counts = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+    return int(counts.get("oom_kill", 0))
+
+
 def _unused_file_pages() -> int:
     """Return the bytes of file pages that the kernel takes back first from the container."""
     text = _read_cgroup("memory.stat") or _read_cgroup("memory/memory.stat")

@@ -75,6 +75,20 @@ def living_actors() -> list[Any]:
     return [table.ACTOR_ROW.value.FromString(row) for row in rows]
 
 
+def end_of_last_process(actor_id: str) -> str | None:
+    """Describe how the process of an actor ended before it got its present one, in the first line
+    of Ray's words; "" if Ray does not know, None if the actor has its first process.
+    """
+    state = table.GLOBAL_STATE.value._connect_and_get_accessor()
+    row = state.get_actor_info(table.ACTOR_ID.value(bytes.fromhex(actor_id)))
+    before = table.ACTOR_ROW.value.FromString(row or b"").previous_incarnations
+    if not before:
+        return None
+    worker = state.get_worker_info(table.WORKER_ID.value(before[-1].worker_id))
+    words: str = table.WORKER_ROW.value.FromString(worker or b"").exit_detail
+    return words.strip().partition("\n")[0]
+
+
 def has_autoscaler() -> bool:
     """Return whether Ray's autoscaler may add nodes to the cluster that this process has joined.
 

@@ -87,6 +87,18 @@ _add(
 )
 _add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
 (ACTOR_ROW,) = _add(_ray, "ray.core.generated.gcs_pb2", "ActorTableData", **_holders)
+_ends = {
+    "needed_for": "how the process of an actor ended that has a new one",
+    "breaks": "the reason for which a stage has a new process, in its log",
+}
+_add(
+    _ray,
+    "ray._raylet",
+    *("GlobalStateAccessor.get_actor_info", "GlobalStateAccessor.get_worker_info"),
+    **_ends,
+)
+ACTOR_ID, WORKER_ID = _add(_ray, "ray._raylet", "ActorID", "WorkerID", **_ends)
+(WORKER_ROW,) = _add(_ray, "ray.core.generated.gcs_pb2", "WorkerTableData", **_ends)
 (WORKER_LOGS,) = _add(
     _ray,
     "ray._private.worker",

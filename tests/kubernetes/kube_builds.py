@@ -107,7 +107,8 @@ def _go(arguments: list[str], folder: Path) -> str:
         "GOWORK": "off",
     }
     done = subprocess.run(
-        ["nice", "-n", "10", find_go(), *arguments],
+        # that no build is left behind when this program is killed
+        ["setpriv", "--pdeathsig", "TERM", "nice", "-n", "10", find_go(), *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,

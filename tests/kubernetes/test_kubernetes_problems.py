@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from kube_application import DEMO, Application
+import pytest
+from kube_application import DEMO, Application, compare
 from kube_processes import kubectl
 from kube_report import Report
 
@@ -32,6 +33,68 @@ def test_an_image_that_cannot_be_pulled_is_named(empty: Application, report: Rep
         assert "Failed to pull image" in events
     finally:
         empty.delete(documents)
+
+
+# In a pod: processes that take 64 MiB each, until the stage's process there has been killed; then
+# they end. Ray makes its workers the first that the kernel kills, so none of these may be large.
+TAKE_MEMORY = """
+import os, pathlib, signal, sys, time
+
+def stages():
+    found = pathlib.Path("/proc").glob("[0-9]*/comm")
+    return {path.parent.name for path in found if path.read_text().startswith("ray::Stage")}
+
+def take():
+    taken = bytearray(b"x") * 2**26
+    signal.pause()
+
+before, takers = stages(), []
+assert before, "no stage runs here"
+try:
+    while before <= stages() and len(takers) < 100:
+        takers.append(os.fork())
+        if takers[-1] == 0:
+            take()
+        time.sleep(float(sys.argv[1]))
+finally:
+    if all(takers):
+        for each in takers:
+            os.kill(each, signal.SIGKILL)
+print(len(takers) * 64, "MiB")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "pause_s", "says"),
+    [
+        # 95 % of the limit is the threshold of Ray's monitor, which looks four times a second
+        ("by Ray", "0.2", "running low on memory"),
+        ("by the kernel", "0.01", "memory was full"),
+    ],
+)
+def test_a_stage_that_was_killed_for_its_memory_is_named(
+    how: str,
+    pause_s: str,
+    says: str,
+    demo: Application,
+    undisturbed: list[dict[str, Any]],
+    report: Report,
+) -> None:
+    stages, taken = demo.pods("stage"), []
+    killed = stages[0]["metadata"]["name"]
+
+    def fault() -> None:
+        taken.append(demo.kubectl("exec", killed, "--", "python", "-c", TAKE_MEMORY, pause_s))
+
+    outcome = compare(demo.streams("--tokens", "900", fault=fault), undisturbed)
+    log = demo.kubectl("logs", killed, "--since=5m")
+    print(log)
+    report.add(
+        f"a stage killed for its memory {how}", f"{outcome}; {taken[0].strip()} taken in its pod"
+    )
+    assert outcome.held, outcome.errors
+    said = [json.loads(line) for line in log.splitlines() if "has a new process" in line]
+    assert any(says in line["message"] for line in said), said
 
 
 def part_of(text: str, word: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from tramontane.cluster.actors import worker_actor
 from tramontane.cluster.actors.draft_actor import DraftActor
 from tramontane.cluster.actors.stage_actor import HiddenStateTransfers, StageActor
-from tramontane.cluster.actors.worker_actor import FailureGuard
+from tramontane.cluster.actors.worker_actor import FailureGuard, report_new_process
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.step import NO_TOKEN, MicroBatch, StepResult
@@ -190,3 +190,44 @@ def test_a_draft_model_says_for_how_long_it_drafts(fails: bool) -> None:
         actor.draft([], ())
     assert seen == ["busy"]
     assert actor._health()["busy_for_s"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "kills", "said"),
+    [
+        (None, 0, []),
+        (None, 3, []),  # of other processes
+        ("It was killed.", 0, ["stage 1 has a new process, because the one before ended: It was"]),
+        ("", 0, ["ended: Ray does not know how."]),
+        ("It was killed.", 2, ["was killed. Since this container started", "memory was full: 2."]),
+    ],
+)
+def test_a_new_process_says_how_the_one_before_ended(
+    words: str | None,
+    kills: int,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context = SimpleNamespace(get_actor_id=lambda: "ab")
+    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(worker_actor, "end_of_last_process", lambda _: words)
+    monkeypatch.setattr(worker_actor, "num_memory_kills", lambda: kills)
+    report_new_process("stage 1")
+    assert len(caplog.messages) == bool(said)
+    assert all(part in caplog.text for part in said)
+    assert ("memory was full" in caplog.text) == bool(said and kills)
+
+
+def test_a_process_loads_also_where_the_end_of_the_one_before_cannot_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: str) -> str:
+        raise RuntimeError("no answer")
+
+    context = SimpleNamespace(get_actor_id=lambda: "ab")
+    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(worker_actor, "end_of_last_process", fails)
+    report_new_process("stage 1")
+    assert "it is not known why stage 1 has a new process" in caplog.text
+    assert "no answer" in caplog.text

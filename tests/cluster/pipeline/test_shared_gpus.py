@@ -27,6 +27,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline import engine, resources
 from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_spec
 from tramontane.cluster.planning.hardware import Gpu, Hardware
+from tramontane.cluster.ray_internals.accessors import end_of_last_process
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.preflight import check_resources
 from tramontane.proto.errors import PlanError
@@ -238,3 +239,8 @@ def test_real_stages_share_bundles_and_are_replaced_there(hardware: Hardware, fo
         os.kill(before[1].pid, 9)
         _until(lambda: ray.get(chain.stages[1].health.remote(), timeout=10).pid != before[1].pid)
         assert ray.get(chain.stages[1].ready.remote()) == before[1].label
+        new = ray.get(chain.stages[1].health.remote()).pid
+        log = Path(f"/proc/{new}/fd/2").read_text()  # its standard error is a file
+        assert re.search(r"has a new process, because the one before ended: \S.*OOM", log), log
+        assert end_of_last_process(chain.stages[0]._actor_id.hex()) is None
+        assert "new process" not in Path(f"/proc/{before[0].pid}/fd/2").read_text()

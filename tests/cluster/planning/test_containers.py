@@ -12,7 +12,7 @@ import pytest
 
 from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.planning import hardware
-from tramontane.cluster.planning.hardware import usable_cpus, usable_memory
+from tramontane.cluster.planning.hardware import num_memory_kills, usable_cpus, usable_memory
 from tramontane.cluster.serving import preflight
 from tramontane.proto.errors import PlanError
 from tramontane.proto.units import GIB
@@ -94,6 +94,20 @@ def test_cores_are_bounded_by_the_quota(machine: Path, files: dict[str, str], co
 def test_memory_is_bounded_by_the_limit(machine: Path, files: dict[str, str], free: int) -> None:
     _write(machine, files)
     assert usable_memory() == free
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({}, 0),
+        ({"memory.events": "low 0\nhigh 4\nmax 9\noom 3\noom_kill 2\noom_group_kill 1\n"}, 2),
+        ({"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"}, 5),
+        ({"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, 0),
+    ],
+)
+def test_kills_for_memory_are_counted(machine: Path, files: dict[str, str], kills: int) -> None:
+    _write(machine, files)
+    assert num_memory_kills() == kills
 
 
 @pytest.mark.parametrize(
