@@ -464,6 +464,11 @@ def _gpu_server(_bench: Any, failed: int = 0) -> Patches:
     return {"PARTS": {"one": lambda report: report.check("load", failed)}}
 
 
+def _agents(bench: Any, problem: str = "") -> Patches:
+    result = bench.Result("v13", bench.PROGRAMS[0], problem, 1.0, "", [], ["an answer has no end"])
+    return {"run_programs": _returns([result])}
+
+
 def _gpu_smoke(bench: Any, failed: int = 0) -> Patches:
     def run(_device: object) -> object:
         assert not failed, "no GPU was found"
@@ -639,6 +644,7 @@ CASES = {
         [{"smoke": "failed"}, {"masks": "exit 1"}, {"mistral": "missed"}, {"mistral": "no time"}],
         has_json=False,
     ),
+    "agents": Case(_agents, [{"problem": "it has not ended"}], has_json=False),
     "gpu_server": Case(_gpu_server, [{"failed": 1}], ["one", "--device", "cpu"], has_json=False),
     "gpu_smoke": Case(_gpu_smoke, [{"failed": 1}], ["--device", "cpu"], has_json=False),
     "gpu_channels": Case(

@@ -89,7 +89,7 @@ def test_the_program_ends_with_the_status_of_its_targets(
     out, err = capsys.readouterr()
     shown = err if as_json else out
     assert "a cell" in shown
-    assert f"processor: {describe_processor()}" in shown
+    assert f"processor: {describe_processor()}" in " ".join(shown.split())  # of several lines
     assert re.search(
         rf"a pause\W+1\.5 s\W+at most {limit:g} s\W+{'yes' if limit > 1.5 else 'NO'}\b", shown
     )

@@ -57,6 +57,8 @@ from agent_server import (
 )
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from targets import conclude, none_of
 
 CACHE = Path(__file__).parents[2] / ".agents"
 LIMIT_S, REAL_LIMIT_S = 180, 90
@@ -282,13 +284,15 @@ def main() -> None:
     if options.record and (options.real or options.format not in (None, NEWEST)):
         parser.error(f"--record is for scripted tokens, with version {NEWEST}")
     results = list(run_programs(options))
-    Console().print(_table(results))
-    for each in results:
-        for fault in each.faults:
-            print(f"{each.program.name}, {each.version}: {fault}")
     if options.record:
         PATH.write_text(written(_bodies(results)), encoding="utf-8")
-    sys.exit(any(each.problem for each in results))
+    faults = [
+        Text(f"{each.program.name}, {each.version}: {fault}")
+        for each in results
+        for fault in each.faults
+    ]
+    failed = [each for each in results if each.problem]
+    conclude([none_of("programs that failed", failed)], _table(results), *faults)
 
 
 if __name__ == "__main__":
