@@ -79,6 +79,8 @@ def end_of_last_process(actor_id: str) -> str | None:
     """Describe how the process of an actor ended before it got its present one, in the first line
     of Ray's words; "" if Ray does not know, None if the actor has its first process.
     """
+    import ray
+
     state = table.GLOBAL_STATE.value._connect_and_get_accessor()
     row = state.get_actor_info(table.ACTOR_ID.value(bytes.fromhex(actor_id)))
     before = table.ACTOR_ROW.value.FromString(row or b"").previous_incarnations
@@ -86,6 +88,11 @@ def end_of_last_process(actor_id: str) -> str | None:
         return None
     worker = state.get_worker_info(table.WORKER_ID.value(before[-1].worker_id))
     words: str = table.WORKER_ROW.value.FromString(worker or b"").exit_detail
+    if not words:  # nobody reports the processes of a node that has died
+        nodes = {each["NodeID"]: each for each in ray.nodes()}  # type: ignore[no-untyped-call]
+        node = nodes.get(before[-1].node_id.hex())
+        if node is not None and not node["Alive"]:
+            words = f"its node {node['NodeManagerAddress']} died: {node['DeathReasonMessage']}"
     return words.strip().partition("\n")[0]
 
 

@@ -173,6 +173,7 @@ def monitoring(shell: ReadmeShell) -> None:
     """Monitoring: each command shows what its comment says."""
     pod = shell.own("kubectl get pod -l app=tramontane,tramontane-role=ingress -o name").split()[0]
     assert "Ray runtime started" in shell.run("kubectl logs POD", changes=[("POD", pod)])
+    assert "ray-worker" in shell.run("kubectl describe pod POD", changes=[("POD", pod)])
     shell.run("kubectl get events --field-selector type=Warning")
     assert "RUNNING" in shell.run("kubectl get rayservice tramontane -o yaml")
     shell.run("HEAD=$(kubectl get pod -l app=tramontane,tramontane-role=head -o name)")

@@ -3,6 +3,7 @@ store.
 """
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tramontane.cluster.actors.stage_actor import (
     inline_hidden_states_below,
 )
 from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS
+from tramontane.cluster.ray_internals.accessors import end_of_last_process
 from tramontane.proto import wire
 from tramontane.proto.plan import Link
 from tramontane.proto.request import SamplingParams
@@ -138,3 +140,25 @@ def _prompt_batch(step_id: int, seq_id: int, num_tokens: int) -> MicroBatch:
     pages = tuple(range(3 * seq_id, 3 * seq_id + min(3, -(-num_tokens // 16))))
     chunk = Chunk(seq_id, 0, (5,) * num_tokens, (pages,), SamplingParams(temperature=0.0), False)
     return MicroBatch(EPOCH, step_id, (chunk,))
+
+
+@pytest.mark.nightly
+def test_a_process_that_ended_with_its_node_says_so(cluster: Cluster) -> None:
+    class Probe:  # here, so that Ray pickles it whole
+        def node(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
+
+    options: dict[str, Any] = {"num_cpus": 0, "resources": {"probe": 1}}
+    doomed = cluster.add_node(num_cpus=1, resources={"probe": 1})
+    probe = ray.remote(Probe).options(max_restarts=1, max_task_retries=-1, **options).remote()
+    assert ray.get(probe.node.remote()) == doomed.node_id
+    actor_id = probe._actor_id.hex()
+    assert end_of_last_process(actor_id) is None
+    other = cluster.add_node(num_cpus=1, resources={"probe": 1})
+    cluster.remove_node(doomed, allow_graceful=False)
+    while ray.get(probe.node.remote(), timeout=60) == doomed.node_id:  # it may answer once more
+        pass
+    assert ray.get(probe.node.remote(), timeout=60) == other.node_id
+    said = end_of_last_process(actor_id)
+    assert said is not None
+    assert re.match(r"its node [0-9.]+ died: \S", said), said
