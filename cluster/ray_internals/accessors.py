@@ -88,7 +88,7 @@ def end_of_last_process(actor_id: str) -> str | None:
         return None
     worker = state.get_worker_info(table.WORKER_ID.value(before[-1].worker_id))
     words: str = table.WORKER_ROW.value.FromString(worker or b"").exit_detail
-    if not words:  # nobody reports the processes of a node that has died
+    if not words:  # no worker exit is recorded for a node that died
         nodes = {each["NodeID"]: each for each in ray.nodes()}  # type: ignore[no-untyped-call]
         node = nodes.get(before[-1].node_id.hex())
         if node is not None and not node["Alive"]:
