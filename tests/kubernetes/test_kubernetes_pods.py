@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kube_application import Application, compare
+from conftest import ServedDemo
+from kube_application import DEMO, Application, compare
 from kube_report import Report
 
 Documents = list[dict[str, Any]]
@@ -73,10 +74,41 @@ def test_the_loss_of_an_ingress_pod_breaks_its_own_streams_only(
     assert all("ReadError" in error or "RemoteProtocol" in error for error in outcome.errors)
 
 
-def wait_for_pods(demo: Application, limit_s: float = 400.0) -> float:
+def test_a_spare_pod_takes_the_stage_of_a_lost_one(
+    served_demo: ServedDemo, undisturbed: Documents, report: Report
+) -> None:
+    """The stage loads there; nothing waits for the pod that the operator makes."""
+    application = served_demo.remove()
+    documents = application.render(*DEMO, "--spare-stages", "1")
+    application.create_key()
+    application.apply(documents)
+    try:
+        application.wait_until_ready()
+        wait_for_pods(application, num_stages=3)
+        spare = with_stage(application, has_one=False)[0]
+        lost = with_stage(application, has_one=True)[0]
+        streams = application.streams(
+            "--tokens", "900", fault=lambda: application.kubectl("delete", "pod", lost, *NOW)
+        )
+        outcome = compare(streams, undisturbed)
+        report.add("a stage's pod deleted without grace, with a spare", str(outcome))
+        assert outcome.held, outcome.errors
+        assert spare in with_stage(application, has_one=True)
+    finally:
+        application.delete(documents)
+
+
+def with_stage(application: Application, *, has_one: bool) -> list[str]:
+    """The pods for stages in which a stage runs, or none does."""
+    script = "cat /proc/[0-9]*/comm | grep -c ray::Stage || true"
+    names = [pod["metadata"]["name"] for pod in application.pods("stage")]
+    return [each for each in names if has_one == (application.execute(each, script).strip() != "0")]
+
+
+def wait_for_pods(demo: Application, limit_s: float = 400.0, *, num_stages: int = 2) -> float:
     """Wait until all pods are Ready and the server answers; the seconds that it took."""
     began = time.monotonic()
-    numbers = {"head": 1, "ingress": 2, "stage": 2}
+    numbers = {"head": 1, "ingress": 2, "stage": num_stages}
     while True:
         ready = {role: sum(map(is_ready, demo.pods(role))) for role in numbers}
         if ready == numbers:
