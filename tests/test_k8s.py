@@ -142,16 +142,19 @@ def test_the_pods_have_what_the_application_wants(name: str) -> None:
     assert surge == 0, "there is no room for replicas of two versions"
 
 
+RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
     documents = overlay(name)
     for group in groups_of(ray_service(documents)):
         pod, container = group["template"]["spec"], ray_container(group)
+        # the rules of the pod security level "restricted"
         assert pod["securityContext"]["runAsNonRoot"]
-        assert not any(
-            each["securityContext"]["allowPrivilegeEscalation"]
-            for each in (container, *pod.get("initContainers", []))
-        )
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in (container, *pod.get("initContainers", [])):
+            assert each["securityContext"] == RESTRICTED
         assert container["envFrom"] == [{"configMapRef": {"name": "tramontane-settings"}}]
         requests, limits = container["resources"]["requests"], container["resources"]["limits"]
         assert requests == limits or name == "demo", "Ray counts limits, Kubernetes requests"
@@ -161,6 +164,9 @@ def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
             "num-gpus" in group["rayStartParams"]
         )
         assert container["image"].endswith(("-cpu", "-cuda")), "the placeholder is replaced"
+    cluster = ray_service(documents)["spec"]["rayClusterConfig"]
+    if "autoscalerOptions" in cluster:  # the operator adds a container to the head's pod
+        assert cluster["autoscalerOptions"]["securityContext"] == RESTRICTED
     (settings,) = (
         d
         for d in documents
@@ -259,6 +265,29 @@ def test_the_operators_own_service_finds_no_pod_without_a_proxy(name: str) -> No
     assert serving == {"head", "ingress"}
     assert service["spec"]["excludeHeadPodFromServeSvc"]
     assert ports == {"serve", "serve-grpc"}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_pods_leave_without_a_broken_stream(name: str) -> None:
+    """Ingress pods wait for their streams; a stage's pod leaves Ray at once, and counts as there
+    when its raylet has joined.
+    """
+    documents = overlay(name)
+    groups = {group["groupName"]: group for group in groups_of(ray_service(documents))}
+    ingress = groups["ingress"]["template"]["spec"]
+    hook = ray_container(groups["ingress"])["lifecycle"]["preStop"]["exec"]["command"]
+    wait_s = int(re.findall(r"sleep (\d+)", " ".join(hook))[0])
+    assert 30 <= wait_s < ingress["terminationGracePeriodSeconds"]
+    assert ingress["affinity"]["podAntiAffinity"]
+    stage = ray_container(groups["stages"])
+    assert "ray stop" in " ".join(stage["lifecycle"]["preStop"]["exec"]["command"])
+    assert stage["readinessProbe"]
+    budgets = {
+        each["metadata"]["name"].removeprefix("tramontane-"): each["spec"]
+        for each in documents
+        if each["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets["ingress"]["minAvailable"] >= 1
 
 
 def test_a_model_can_be_fetched_before_anything_else_changes() -> None:

@@ -26,6 +26,7 @@ SERVE_SETTINGS = {
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": (
         "tramontane.cluster.serve_patches.controller:name_waits"
     ),
+    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "10",
     "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "10",
 }
 # Of a pod, in addition.

@@ -27,6 +27,7 @@ from tramontane.cluster.deploy.k8s_pods import (
     Document,
     PodSettings,
     WorkerPodSpec,
+    container_security,
     head_group,
     ingress_group,
     worker_group,
@@ -145,6 +146,8 @@ def ray_service(served: ServedModel) -> Document:
             "version": "v2",
             "upscalingMode": "Default",
             "idleTimeoutSeconds": IDLE_TIMEOUT_S,
+            # of the container that the operator adds to the head's pod
+            "securityContext": container_security(),
         }
     cluster["headGroupSpec"] = head_group(served.pods, served.is_autoscaled)
     cluster["workerGroupSpecs"] = [ingress_group(served.pods), *_actors(served)]

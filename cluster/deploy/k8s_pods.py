@@ -220,9 +220,14 @@ def _container(
             if ports
             else {}
         ),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": container_security(),
         "volumeMounts": mounts,
     }
+
+
+def container_security() -> Document:
+    """Return what the pod security level "restricted" asks of each container."""
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def _pod_spec(container: Document, pods: PodSettings, needs_token: bool = False) -> Document:
@@ -260,6 +265,6 @@ def _wait_for_model(model: str) -> Document:
         "image": IMAGE,
         "command": ["/bin/sh", "-c", until],
         "resources": {"requests": amount, "limits": dict(amount)},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True}],
     }

@@ -202,9 +202,12 @@ class RouterReplica:
                 router.request_recovery(PipelineError(LOST_SEQUENCES))
                 return PipelineHealth("degraded", LOST_SEQUENCES)
         health = router.pipeline_health()
-        if health.status == "degraded" and (awaited := await self._chain.describe_wait()):
-            return replace(health, reason=awaited)
-        return health
+        is_replacing = health.status == "degraded" or health.since_s
+        if not is_replacing or not (awaited := await self._chain.describe_wait()):
+            return health
+        if not health.is_serving:  # an error has no field for the time
+            awaited = f"{awaited}, for {health.since_s:.0f} s"
+        return replace(health, reason=awaited)
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
         """Return the tokens of each expert by layer and this router's name; None while a stage

@@ -316,18 +316,19 @@ class Router:
         ``GET /health`` needs no API key, so the reason has no text of an error, which may name
         folders and addresses; the log has it.
         """
+        recovery = self.health.last_recovery if self.is_attached else None
+        is_replacing = recovery is not None and not self.health.is_fenced
+        since_s = self.health.now - recovery.seen_at if recovery and is_replacing else 0.0
         if not self.is_healthy:
             reason = (
                 f"no micro-batch has come back within {STALL_FACTOR * self.step_limit_s:.0f} s"
                 if self.is_attached
                 else "the pipeline is being started"
             )
-            return PipelineHealth("unavailable", reason)
+            return PipelineHealth("unavailable", reason, since_s)
         if self.is_ready:
             return PipelineHealth("ready")
-        recovery = self.health.last_recovery
-        assert recovery is not None  # it was fenced once, and is not now
-        since_s = self.health.now - recovery.seen_at
+        assert is_replacing  # it was fenced once, and is not now
         return PipelineHealth("degraded", "a stage is being replaced", since_s)
 
     @property

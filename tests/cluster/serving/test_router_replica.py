@@ -65,7 +65,8 @@ class StubRouter:
 
     def pipeline_health(self) -> PipelineHealth:
         if not self.is_healthy:
-            return PipelineHealth("unavailable", "nothing has come back")
+            since_s = 0.0 if self.is_ready else 71.4
+            return PipelineHealth("unavailable", "nothing has come back", since_s)
         return PipelineHealth("ready" if self.is_ready else "degraded", "a stage died", 3.0)
 
     @property
@@ -445,6 +446,15 @@ def test_what_a_degraded_pipeline_waits_for_is_its_reason(around: Surroundings) 
             "waiting for 1 of 2 stages",
             3.0,
         )
+        around.router.is_healthy = False
+        health = (await replica.health())[0]
+        assert (health.status, health.reason) == (
+            "unavailable",
+            "waiting for 1 of 2 stages, for 71 s",
+        )
+        around.chain.answers.set()
+        around.router.is_ready = True  # nothing is being replaced
+        assert (await replica.health())[0].reason == "nothing has come back"
 
     _run(around, scenario)
 

@@ -17,6 +17,7 @@ from tramontane.proto.errors import LeaseError, PipelineError, PoisonRequestErro
 from tramontane.proto.request import Request, SamplingParams
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine import in_flight
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.in_flight import StepDeadline
 from tramontane.router.engine.router import MAX_CONSECUTIVE_POISON, Router
 
@@ -298,6 +299,44 @@ async def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(
     with pytest.raises(PipelineError, match="ZeroDivisionError"):
         await _tokens(router, (1, 2), 9)
     await driving
+
+
+@in_event_loop
+async def test_a_pipeline_that_waits_for_a_stage_says_since_when() -> None:
+    """It is degraded at first; after twice the time of a micro-batch nothing is promised."""
+    now, fences, gate = [10.0], list[float](), asyncio.Event()
+
+    async def compute(_batch: MicroBatch) -> None:
+        if len(fences) == 1:
+            raise PipelineError("a stage died")
+
+    class WaitsForAStage(StatefulChain):
+        async def fence(self) -> int:
+            fences.append(now[0])
+            if len(fences) == 2:
+                await gate.wait()
+            return await super().fence()
+
+    router = Router(
+        new_scheduler(), WaitsForAStage(compute), clock=lambda: now[0], step_timeout_s=30.0
+    )
+    async with running(router):
+        requested = asyncio.create_task(_tokens(router, (1, 2), 2))
+        while len(fences) < 2:
+            await asyncio.sleep(0)
+        seen = []
+        for now[0] in (10.0, 69.0, 10.0 + 2 * router.step_limit_s, 1000.0):
+            health = router.pipeline_health()
+            seen.append((health.status, health.since_s))
+        assert seen == [
+            ("degraded", 0.0),
+            ("degraded", 59.0),
+            ("unavailable", 2 * router.step_limit_s),
+            ("unavailable", 990.0),
+        ]
+        gate.set()
+        assert await requested == answer((1, 2), 2)
+        assert router.pipeline_health() == PipelineHealth("ready")
 
 
 @in_event_loop
