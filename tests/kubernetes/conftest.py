@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,31 @@ class ServedDemo:
         return self.application
 
 
+HAS_PASSED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep whether a test has passed for the fixture that notes it."""
+    outcome = yield
+    if call.when == "call":
+        item.stash[HAS_PASSED] = outcome.passed
+    return outcome
+
+
 @pytest.fixture(scope="session")
 def report() -> Report:
     """The report that the tests write."""
     return Report()
+
+
+@pytest.fixture(autouse=True)
+def _verdict(request: pytest.FixtureRequest, report: Report) -> Iterator[None]:
+    """Note in the report whether the test has passed."""
+    yield
+    report.end_test(has_passed=request.node.stash.get(HAS_PASSED, False))
 
 
 @pytest.fixture(scope="session")

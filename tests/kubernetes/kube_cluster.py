@@ -28,6 +28,7 @@ from kube_paths import (
     CHECKOUT,
     CLUSTER,
     CONTROL_PLANE,
+    GIVEN_IMAGE,
     IMAGES,
     KUBECONFIG,
     MAX_NODES,
@@ -39,7 +40,6 @@ from rich.console import Console
 from tramontane.proto.errors import UserError
 
 NUM_NODES = 6
-GIVEN_IMAGE = IMAGES / "given"  # a link to the archive of a real image
 CONSOLE = Console(stderr=True, highlight=False)
 
 

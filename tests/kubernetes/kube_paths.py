@@ -25,6 +25,7 @@ MANIFESTS = CLUSTER / "manifests"
 NODES = CLUSTER / "nodes"
 PROCESSES = CLUSTER / "processes"
 KUBECONFIG = CERTIFICATES / "admin.conf"
+GIVEN_IMAGE = IMAGES / "given"  # a link to the archive of a real image
 
 CONTROL_PLANE = "tramontane-kube"  # its network namespace
 CONTROL_PLANE_ADDRESS = "198.18.0.1"

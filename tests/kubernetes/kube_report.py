@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import kube_builds
+from kube_images import ROOMS
 from kube_nodes import nodes_with_folders
-from kube_paths import BUILDS, CHECKOUT
+from kube_paths import BUILDS, CHECKOUT, GIVEN_IMAGE
 from processor import describe_processor
 
 REPORTS = CHECKOUT / "docs" / "reports"
@@ -27,6 +28,7 @@ class Report:
         self._date = datetime.datetime.now(datetime.UTC).date().isoformat()
         self._file = folder / f"kubernetes-{self._date}.json"
         self._data: dict[str, Any] = {"date": self._date, "rows": {}}
+        self._of_this_test: list[str] = []
         if self._file.exists():
             self._data = json.loads(self._file.read_text())
 
@@ -36,13 +38,23 @@ class Report:
         row = {"result": result, "figures": figures, "commit": _commit(), "load": _load()}
         self._data |= {"machine": _machine()}
         self._data["rows"][subject] = row
+        self._of_this_test.append(subject)
         self._write()
+
+    def end_test(self, *, has_passed: bool) -> None:
+        """Note in the rows of a test whether it has passed: they are added before its verdict."""
+        for subject in self._of_this_test:
+            self._data["rows"][subject]["test"] = "passed" if has_passed else "failed"
+        if self._of_this_test:
+            self._of_this_test = []
+            self._write()
 
     def _write(self) -> None:
         self._file.write_text(json.dumps(self._data, indent=1, ensure_ascii=False) + "\n")
         machine = self._data["machine"]
         rows = [
-            f"| {subject} | {row['result']} | {row['commit']} | {row['load']} |"
+            f"| {subject} | {row['result']} | {row.get('test', '')} | {row['commit']} |"
+            f" {row['load']} |"
             for subject, row in self._data["rows"].items()
         ]
         versions = f"Kubernetes {machine['kubernetes']}, KubeRay {machine['kuberay']}"
@@ -53,11 +65,13 @@ Written by `make test-kubernetes`: a cluster that `make kubernetes` made on one 
 
 * {versions}, {size}
 {textwrap.fill("* " + machine["processor"], width=110, subsequent_indent="  ")}
+* {_image()}
 * Pods have the security level "restricted". Their network enforces no NetworkPolicies.
-* A row is as old as its commit; the figures are in the [JSON](kubernetes-{self._date}.json).
+* Not one run: a row is replaced when its test runs again on the same day, and is as old as its
+  commit. The figures are in the [JSON](kubernetes-{self._date}.json).
 
-| tried | result | commit | load of the machine |
-|---|---|---|---|
+| tried | result | test | commit | load of the machine |
+|---|---|---|---|---|
 """
         self._file.with_suffix(".md").write_text("\n".join([text.rstrip("\n"), *rows, ""]))
         index = self._file.with_name("README.md")
@@ -67,8 +81,18 @@ Written by `make test-kubernetes`: a cluster that `make kubernetes` made on one 
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(CHECKOUT), "rev-parse", "--short=8", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    """The commit of the checkout, with "-dirty" where files of the product differ from it."""
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=8", "--exclude=*"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    changed = ["git", "-C", str(CHECKOUT), "status", "--porcelain", "--", *ROOMS, "k8s"]
+    is_dirty = subprocess.run(changed, capture_output=True, text=True, check=False).stdout.strip()
+    return f"{commit}-dirty" if is_dirty else commit
+
+
+def _image() -> str:
+    if GIVEN_IMAGE.exists():
+        return f"The image is that of the archive {GIVEN_IMAGE.resolve().name}."
+    return "The image is a stand-in: the checkout's environment, linked into a root file system."
 
 
 def _load() -> float:

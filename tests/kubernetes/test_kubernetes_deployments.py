@@ -28,15 +28,30 @@ def test_an_upgrade_of_the_application_loses_nothing(demo: Application, report: 
     before = router_replicas(demo)
     config = demo.get("rayservice", demo.name)["spec"]["serveConfigV2"]
     other = "40" if "max_num_seqs: 48" in config else "48"
-    streams = demo.streams(*long, fault=lambda: upgrade("--max-num-seqs", other))
-    outcome = compare(streams, undisturbed)
-    demo.wait_for_answer()
-    wait_for(lambda: router_replicas(demo) != before, 60)
-    problem = wait_until_running(demo)
-    report.add(
-        "upgrade of the application (--max-num-seqs)", f"{outcome}; {problem or 'then RUNNING'}"
-    )
-    upgrade()
+    began, changed_at = [0.0], list[float]()
+
+    def fault() -> None:
+        began[0] = time.monotonic()
+        upgrade("--max-num-seqs", other)
+        wait_for(lambda: router_replicas(demo) != before, 60)  # while the streams run
+        changed_at.append(time.monotonic())
+
+    try:
+        streams = demo.streams(*long, fault=fault)
+        outcome = compare(streams, undisturbed)
+        demo.wait_for_answer()
+        problem = wait_until_running(demo)
+        changed_s = changed_at[0] - began[0]
+        longest_s = max(each["ended_s"] for each in streams)
+        report.add(
+            "upgrade of the application (--max-num-seqs)",
+            f"{outcome}; new routers {changed_s:.0f} s after it was applied, the last stream ended"
+            f" {longest_s:.0f} s after the first began; {problem or 'then RUNNING'}",
+        )
+        # a stream begins before the upgrade is applied, by 3 s and the time to its first token
+        assert longest_s > changed_s + 3, "the streams had ended before the upgrade began"
+    finally:
+        upgrade()
     if problem is None:
         time.sleep(10)  # the operator looks every two seconds
         wait_until_running(demo)

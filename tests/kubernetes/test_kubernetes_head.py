@@ -131,4 +131,6 @@ def loads_of_stages(application: Application) -> list[str]:
     """The processes of the stages' actors, by their pods: others would have loaded again."""
     script = "for f in /proc/[0-9]*/comm; do grep -lE '^ray::Stage' $f; done; true"
     pods = [pod["metadata"]["name"] for pod in application.pods("stage")]
-    return [f"{pod}{application.execute(pod, script, 'ray-worker')}" for pod in pods]
+    found = [(pod, application.execute(pod, script, "ray-worker").strip()) for pod in pods]
+    assert all(process for _, process in found), found
+    return [f"{pod}{process}" for pod, process in found]

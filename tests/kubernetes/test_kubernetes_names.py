@@ -23,10 +23,11 @@ def test_two_models_of_a_namespace_do_not_meet(demo: Application, report: Report
         pods = {each.name: len(each.pods("stage")) for each in (demo, second)}
     finally:
         deleted_s = second.delete(documents)
-    second.kubectl("delete", "secret", "second-api-keys")
+        second.kubectl("delete", "secret", "second-api-keys")
     report.add(
         "two models in one namespace",
-        f"the second Ready after {ready_s:.0f} s, deleted in {deleted_s:.0f} s; keys are their own",
+        f"the second Ready after {ready_s:.0f} s, deleted in {deleted_s:.0f} s; of 4 requests with"
+        f" one's key to either {sorted(statuses.values())}",
     )
     assert statuses == {
         (demo.name, demo.key): 200,

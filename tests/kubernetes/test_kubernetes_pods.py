@@ -13,8 +13,8 @@ from kube_report import Report
 Documents = list[dict[str, Any]]
 NOW = ("--grace-period=0", "--force")
 KILL_RAYLET = (
-    'for f in /proc/[0-9]*/comm; do [ "$(cat $f)" = raylet ] && kill -9 $(basename ${f%/comm});'
-    " done; true"
+    'for f in /proc/[0-9]*/comm; do [ "$(cat $f)" = raylet ] && kill -9 $(basename ${f%/comm})'
+    " && echo killed; done; true"
 )
 
 
@@ -30,7 +30,7 @@ def delete_stage_now(demo: Application) -> None:
 
 def kill_raylet(demo: Application) -> None:
     """Kill the raylet inside of a stage's pod."""
-    demo.execute(demo.pod("stage"), KILL_RAYLET)
+    assert demo.execute(demo.pod("stage"), KILL_RAYLET).split() == ["killed"]
 
 
 @pytest.mark.parametrize(

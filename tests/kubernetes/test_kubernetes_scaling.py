@@ -35,10 +35,10 @@ def test_stages_that_wait_for_a_node_say_so_and_start_on_it(
     pod["nodeSelector"] = LATE
     pod["containers"][0]["resources"]["requests"]["cpu"] = "1200m"  # a node has two cores
     first, late = max(nodes_with_folders()), max(nodes_with_folders()) + 1
-    mark(first)
     empty.create_key()
-    empty.apply(documents)
     try:
+        mark(first)
+        empty.apply(documents)
         began = time.monotonic()
         health = wait_for(lambda: said_by_health(empty), 180)
         named_s = time.monotonic() - began
@@ -50,9 +50,9 @@ def test_stages_that_wait_for_a_node_say_so_and_start_on_it(
         empty.wait_for_answer()
         ready_s = time.monotonic() - joined
     finally:
-        empty.delete(documents)
         mark(first, "-")
         subprocess.run([sys.executable, PROGRAM, "remove-node", str(late)], check=True)
+        empty.delete(documents)
     report.add(
         "stages whose node arrives late",
         f"named by /health {named_s:.0f} s after apply, then by the RayService; ready {ready_s:.0f}"
