@@ -89,9 +89,8 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "drain": ("tramontane drain --address auto", "tramontane drain --address auto --undo"),
         "k8s": (
-            "tramontane k8s --model mixtral-8x7b --stages 4 --gpu-memory 48GiB --base . -o mixtral",
             "tramontane k8s --stages 2 --cpu --gpu-memory 4GiB --helm -o chart",
-            "tramontane k8s --stages 2 --cpu --gpu-memory 4GiB -o demo",
+            "tramontane k8s --stages 2 --cpu --gpu-memory 4GiB --base . -o demo",
         ),
         "cluster-yaml": (
             "tramontane cluster-yaml --provider aws --model mixtral-8x7b --stages 4",
