@@ -41,6 +41,8 @@ WORKER_START_TIMEOUT_S = 30.0  # a process that imports torch cannot answer
 LOAD_STALL_TIMEOUT_S = 300.0  # of a loading worker that reads nothing; it may import torch first
 # for an actor whose resources are reserved to get a process: at first, and after repeated attempts
 ACTOR_START_TIMEOUT_S, MAX_ACTOR_START_TIMEOUT_S = 30.0, 480.0
+# where others of its pipeline have loaded: to make all anew costs their weights
+ACTOR_RESTART_TIMEOUT_S = 120.0
 RAY_DEATH_REPORT_S = 1.6  # the time that Ray may need to report the death of an actor
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05
 UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
@@ -183,6 +185,7 @@ ASCENDING: Mapping[str, tuple[float, ...]] = MappingProxyType(
         ),
         "workers that do not start or load are made again before a router gives up": (
             ACTOR_START_TIMEOUT_S,
+            ACTOR_RESTART_TIMEOUT_S,
             LOAD_STALL_TIMEOUT_S,
             MAX_ACTOR_START_TIMEOUT_S,
             LOAD_TIMEOUT_S,

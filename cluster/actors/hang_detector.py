@@ -23,6 +23,7 @@ from tramontane.cluster.actors.worker_actor import WorkerHealth
 from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.ray_internals.accessors import actor_state
 from tramontane.proto.timing import (
+    ACTOR_RESTART_TIMEOUT_S,
     ACTOR_START_TIMEOUT_S,
     KILL_TIMEOUT_S,
     LOAD_STALL_TIMEOUT_S,
@@ -242,13 +243,15 @@ PENDING = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING")
 class PendingActorTracker:
     """How long each actor of a placement group has been pending since the group got its resources.
 
-    The limit is ``ACTOR_START_TIMEOUT_S`` and doubles each time that actors are stuck, up to
-    ``MAX_ACTOR_START_TIMEOUT_S``: on a busy machine a process may only be slow to start.
+    On a busy machine a process may only be slow to start, and all actors are made anew if one is
+    stuck. So the limit is ``ACTOR_START_TIMEOUT_S`` where none of them has weights that would be
+    lost, ``ACTOR_RESTART_TIMEOUT_S`` else, and doubles each time that actors are stuck, up to
+    ``MAX_ACTOR_START_TIMEOUT_S``.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._limit_s = ACTOR_START_TIMEOUT_S
+        self._limit_factor = 1
         self._pending_since: dict[Start, float] = {}
 
     def find_stuck(self, group: str, actors: Mapping[str, "ActorHandle[Any]"]) -> list[str]:
@@ -258,31 +261,32 @@ class PendingActorTracker:
         or nodes for the group are missing, does not count.
         """
         try:
-            pending = _pending_starts(actors) if _is_placed(group) else []
+            states = _states(actors) if _is_placed(group) else {}
         except Exception as error:  # of Ray, whose head node may be unreachable
             logger.debug("pending actors of %s are not known: %s", group, error)
-            pending = []
+            states = {}
+        # An actor whose process dies again and again has another start each time.
+        pending = [
+            (name, state["NumRestarts"])
+            for name, state in states.items()
+            if state.get("State") in PENDING
+        ]
         now = self._clock()
         self._pending_since = {start: self._pending_since.get(start, now) for start in pending}
-        stuck = [
-            name for (name, _), since in self._pending_since.items() if now - since > self._limit_s
-        ]
+        limit_s = self._limit_s(are_all_pending=len(pending) == len(actors))
+        stuck = [name for (name, _), since in self._pending_since.items() if now - since > limit_s]
         if stuck:
-            self._limit_s = min(2 * self._limit_s, MAX_ACTOR_START_TIMEOUT_S)
+            self._limit_factor *= 2
             self._pending_since.clear()
         return stuck
 
+    def _limit_s(self, are_all_pending: bool) -> float:
+        first_s = ACTOR_START_TIMEOUT_S if are_all_pending else ACTOR_RESTART_TIMEOUT_S
+        return min(self._limit_factor * first_s, MAX_ACTOR_START_TIMEOUT_S)
 
-def _pending_starts(actors: Mapping[str, "ActorHandle[Any]"]) -> list[Start]:
-    """Return the starts that Ray has not completed. An actor whose process dies again and again has
-    another start each time.
-    """
-    states = {name: actor_state(actor) for name, actor in actors.items()}
-    return [
-        (name, state["NumRestarts"])
-        for name, state in states.items()
-        if state.get("State") in PENDING
-    ]
+
+def _states(actors: Mapping[str, "ActorHandle[Any]"]) -> dict[str, dict[str, Any]]:
+    return {name: actor_state(actor) for name, actor in actors.items()}
 
 
 def _is_placed(group: str) -> bool:

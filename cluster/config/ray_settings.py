@@ -54,8 +54,15 @@ RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all ot
     }
 )
 # Of a cluster on one machine: the death of its only raylet is seen by its sockets, and one that is
-# late on a busy machine must not be declared dead, which ends every process of the cluster.
-ONE_MACHINE_SETTINGS = MappingProxyType({**RAY_SETTINGS, "health_check_failure_threshold": 30})
+# late on a busy machine must not be declared dead, which ends every process of the cluster. A
+# worker that has not imported Ray after 60 s, Ray's own limit, would be replaced, again and again.
+ONE_MACHINE_SETTINGS = MappingProxyType(
+    {
+        **RAY_SETTINGS,
+        "health_check_failure_threshold": 30,
+        "worker_register_timeout_seconds": 240,
+    }
+)
 
 # Of Ray's Core dashboard for Grafana with our row, see ``deploy/monitoring_files.py``.
 CORE_DASHBOARD_UID, CORE_DASHBOARD_TITLE = "tramontane-ray-core", "Ray Core with Tramontane"

@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -30,17 +30,19 @@ from tramontane.cluster.planning.hardware import (
     usable_cpus,
 )
 from tramontane.cluster.ray_internals.accessors import (
-    assume_dashboard_packages,
-    find_dead_daemon,
     head_channel,
-    keep_daemons_from_signals,
-    keep_loopback_address,
     keep_sigterm_handler,
-    leave_out_dashboard,
     mute_worker_logs,
     ping_head,
     resolve_cluster_address,
     stored_token_headers,
+)
+from tramontane.cluster.ray_internals.local_node import (
+    assume_dashboard_packages,
+    find_dead_daemon,
+    keep_daemons_from_signals,
+    keep_loopback_address,
+    patient_start,
 )
 from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS, assert_supported
 from tramontane.proto.errors import ConfigError, PipelineError
@@ -81,7 +83,7 @@ def local_ray_cluster(
             keep_loopback_address(),
             keep_daemons_from_signals(),
             assume_dashboard_packages(),
-            nullcontext() if dashboard else leave_out_dashboard(),
+            patient_start(dashboard),
         ):
             context = ray.init(
                 address="local",
@@ -98,15 +100,8 @@ def local_ray_cluster(
                     {INLINE_LIMIT: inline_hidden_states_below} if inline_hidden_states_below else {}
                 ),
             )
-    except PipelineError:
-        raise
-    # Ray raises a bare Exception if its node does not start in time
-    except Exception as error:
+    except Exception as error:  # Ray raises a bare one in places
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if "timed out during startup" in reason:
-            reason = (
-                "its processes did not answer within 30 s. The machine may be too busy: try again"
-            )
         raise PipelineError(f"Ray could not be started: {reason}") from error
     with mute_worker_logs():
         try:

@@ -7,13 +7,11 @@ import json
 import logging
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tramontane.cluster.ray_internals import table
-from tramontane.cluster.ray_internals.symbol import is_installed
 
 if TYPE_CHECKING:
     import grpc
@@ -21,14 +19,6 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 NODE_TYPE_LABEL = "ray.io/node-group"
-OF_RAY_DEFAULT = (
-    "aiohttp_cors",
-    "opencensus",
-    "opentelemetry.exporter.prometheus",
-    "prometheus_client",
-)
-NO_DASHBOARD = "127.0.0.1:0"  # an address to which nothing can connect
-VITAL_DAEMONS = ("raylet", "gcs_server")  # without them a cluster answers nothing
 
 
 def kv_get(key: str) -> bytes | None:
@@ -129,64 +119,6 @@ def grafana_dashboards() -> dict[str, dict[str, Any]]:
         return {name: json.loads(symbol.value()[0]) for name, symbol in symbols.items()}
 
 
-def keep_daemons_from_signals() -> AbstractContextManager[None]:
-    """Start Ray's daemons in process groups of their own while the block runs: a signal to our
-    group is for us.
-    """
-    return table.START_DAEMON.replaced(partial(table.START_DAEMON.value, process_group=0))
-
-
-def find_dead_daemon() -> str:
-    """Describe a daemon that has died and without which the cluster that this process started
-    answers nothing; "" if all run.
-    """
-    node: Any = table.LOCAL_NODE.value
-    for kind, process in node.dead_processes() if node is not None else ():
-        if kind in VITAL_DAEMONS:
-            status = process.returncode
-            how = f"signal {-status}" if status < 0 else f"status {status}"
-            return f"{kind} (process {process.pid}, {how})"
-    return ""
-
-
-def leave_out_dashboard() -> AbstractContextManager[None]:
-    """Start no daemons of the dashboard while the block runs.
-
-    ``ray.init(include_dashboard=False)`` still starts the dashboard's server, which then only
-    reports usage, and waits until it answers; the log monitor, which only copies logs to a driver
-    that reads them; and the autoscaler's monitor, although nothing can be scaled. Each imports half
-    of Ray: on two cores they take a third of the time in which a cluster starts.
-    """
-    node: Any = table.NODE.value
-
-    class NodeWithoutDashboard(node):  # type: ignore[misc]
-        def start_api_server(self, **_: object) -> None:
-            # The node's agent would look for an address once a second, and log each failure.
-            key = table.DASHBOARD_KEY.value.encode()
-            self.get_gcs_client().internal_kv_put(
-                key, NO_DASHBOARD.encode(), True, table.DASHBOARD_KEYS.value
-            )
-
-        def start_monitor(self) -> None: ...
-
-        def start_log_monitor(self) -> None: ...
-
-    return table.NODE.replaced(NodeWithoutDashboard)
-
-
-def assume_dashboard_packages() -> AbstractContextManager[None]:
-    """Keep Ray from importing the packages of ``ray[default]`` into this process while the block
-    runs, if they are installed.
-
-    If one is missing, Ray has to know: its agents would not start, and end the node.
-    """
-    return (
-        table.DASHBOARD_PACKAGES.replaced(lambda: None)
-        if all(map(is_installed, OF_RAY_DEFAULT))
-        else nullcontext()
-    )
-
-
 def mute_worker_logs() -> AbstractContextManager[None]:
     """Keep Ray from printing errors of the cluster's processes to our standard output while the
     block runs.
@@ -194,15 +126,6 @@ def mute_worker_logs() -> AbstractContextManager[None]:
     Ray also prints errors that it recovers from by itself.
     """
     return table.WORKER_LOGS.replaced(False)
-
-
-def keep_loopback_address() -> AbstractContextManager[None]:
-    """Keep Ray from replacing 127.0.0.1 by the machine's external address while the block runs.
-
-    With the external address every process of Ray would listen on all interfaces; with 127.0.0.1
-    none does.
-    """
-    return table.RAY_CLUSTERS_POSSIBLE.replaced(False)
 
 
 def keep_sigterm_handler() -> AbstractContextManager[None]:

@@ -138,6 +138,34 @@ _daemons = {
 }
 (LOCAL_NODE,) = _add(_ray, "ray._private.worker", "_global_node", **_daemons)
 _add(_ray, "ray._private.node", "Node.dead_processes", **_daemons)
+_slow_start = {
+    "needed_for": "a local cluster that starts slowly on a machine with other work",
+    "breaks": "the start of a local cluster there, which Ray gives up after 15 or 30 s",
+}
+_add(_ray, "ray._raylet", "InnerGcsClient.check_alive", **_slow_start)
+_add(
+    _ray,
+    "ray._private.node",
+    "Node.__init__(ray_params)",
+    "Node.start_ray_processes",
+    "Node.kill_all_processes(check_alive)",
+    "Node._node_id",
+    "Node._ray_params",
+    "Node._session_dir",
+    **_slow_start,
+)
+PERSIST_PORT, LISTEN_PORT = _add(
+    _ray, "ray._raylet", "persist_port", "DASHBOARD_AGENT_LISTEN_PORT_NAME", **_slow_start
+)
+_add(
+    _ray,
+    "ray._private.parameter",
+    "RayParams.metrics_agent_port",
+    "RayParams.dashboard_agent_listen_port",
+    "RayParams.metrics_export_port",
+    "RayParams.runtime_env_agent_port",
+    **_slow_start,
+)
 _no_dashboard = {
     "needed_for": "a local cluster without the daemons of a dashboard that is not wanted",
     "breaks": "the start of a local cluster, which would take two seconds longer",

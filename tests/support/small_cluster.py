@@ -6,10 +6,7 @@ from typing import Any
 
 import ray
 
-from tramontane.cluster.ray_internals.accessors import (
-    assume_dashboard_packages,
-    leave_out_dashboard,
-)
+from tramontane.cluster.ray_internals.local_node import assume_dashboard_packages, patient_start
 
 
 @contextmanager
@@ -17,7 +14,7 @@ def small_cluster(num_cpus: int, **system_config: Any) -> Iterator[None]:
     """Run a cluster without a dashboard while the block runs; a dead actor is reported at once, as
     by ``local_ray_cluster``.
     """
-    with assume_dashboard_packages(), leave_out_dashboard():
+    with assume_dashboard_packages(), patient_start(dashboard=False):
         ray.init(
             address="local",
             num_cpus=num_cpus,

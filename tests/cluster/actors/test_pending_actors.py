@@ -8,15 +8,19 @@ from ray.exceptions import RpcError
 
 from tramontane.cluster.actors import hang_detector
 from tramontane.cluster.actors.hang_detector import PendingActorTracker
-from tramontane.proto.timing import ACTOR_START_TIMEOUT_S, MAX_ACTOR_START_TIMEOUT_S
+from tramontane.proto.timing import (
+    ACTOR_RESTART_TIMEOUT_S,
+    ACTOR_START_TIMEOUT_S,
+    MAX_ACTOR_START_TIMEOUT_S,
+)
 
 
 class _Cluster:
-    """Two actors in a group, as the head node knows them, and a clock."""
+    """The actors of a group, as the head node knows them, and a clock."""
 
     def __init__(self) -> None:
         self.now, self.group = 0.0, "CREATED"
-        self.actors = {"stage-0": ("ALIVE", 0), "stage-1": ("PENDING_CREATION", 0)}
+        self.actors = {"stage-1": ("PENDING_CREATION", 0)}
         self.tracker = PendingActorTracker(lambda: self.now)
 
     def stuck(self, after_s: float = 0.0) -> list[str]:
@@ -43,6 +47,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> _Cluster:
 def test_an_actor_that_never_gets_a_process_is_stuck(cluster: _Cluster) -> None:
     assert not cluster.stuck()
     assert not cluster.stuck(ACTOR_START_TIMEOUT_S)
+    assert cluster.stuck(0.1) == ["stage-1"]
+
+
+def test_healthy_actors_keep_their_weights_for_longer(cluster: _Cluster) -> None:
+    """A process that is only slow to start on a busy node must not cost the weights of others."""
+    cluster.actors = {"stage-0": ("ALIVE", 0), "stage-1": ("RESTARTING", 1)}
+    assert not cluster.stuck()
+    assert not cluster.stuck(ACTOR_RESTART_TIMEOUT_S)
     assert cluster.stuck(0.1) == ["stage-1"]
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tramontane.cluster.ray_internals import table
-from tramontane.cluster.ray_internals.accessors import OF_RAY_DEFAULT, assume_dashboard_packages
+from tramontane.cluster.ray_internals.local_node import OF_RAY_DEFAULT, assume_dashboard_packages
 
 
 def _found_by_ray(monkeypatch: pytest.MonkeyPatch) -> ImportError | None:

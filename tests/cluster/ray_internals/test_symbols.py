@@ -17,7 +17,7 @@ from ray._private import services
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
-from tramontane.cluster.ray_internals import accessors, table
+from tramontane.cluster.ray_internals import accessors, local_node, table
 from tramontane.cluster.ray_internals.symbol import RAY_VERSION, PrivateSymbol
 from tramontane.cluster.ray_internals.table import (
     JOIN_SYMBOLS,
@@ -133,7 +133,7 @@ def _accessors_without_a_row(source: str, rows: Iterable[PrivateSymbol]) -> list
 CLUSTER = Path(table.__file__).parents[1]
 CONSTANTS = {name: value for name, value in vars(table).items() if isinstance(value, PrivateSymbol)}
 ROWS = tuple(symbol for each in TABLES for symbol in each)
-ACCESSORS = inspect.getsource(accessors)
+ACCESSORS = inspect.getsource(accessors) + inspect.getsource(local_node)
 PLANTED = """
 def planted(handle: Any) -> Any:
     class Planted:
@@ -261,7 +261,7 @@ def test_a_local_cluster_keeps_its_loopback_address() -> None:
     with table.RAY_CLUSTERS_POSSIBLE.replaced(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "node_ip_address_from_perspective", lambda _: "192.0.2.7")
         assert services.resolve_ip_for_localhost("127.0.0.1") == "192.0.2.7"
-        with accessors.keep_loopback_address():
+        with local_node.keep_loopback_address():
             assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
         assert services.resolve_ip_for_localhost("127.0.0.1") == "192.0.2.7"
 
