@@ -557,6 +557,7 @@ def test_no_key_is_made_up(charts: Callable[[str], Path], tmp_path: Path) -> Non
     notes = _notes(charts("all"), tmp_path / "chart")
     assert "create secret generic nemo-api-keys --from-file=keys=keys.txt" in notes
     assert "create secret generic nemo-redis" in notes
+    assert "KEY=$(kubectl -n default get secret nemo-api-keys -o jsonpath='{.data.keys}'" in notes
     assert '"model": "mixtral-8x7b"' in notes
 
 

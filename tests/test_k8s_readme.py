@@ -1,7 +1,10 @@
 """k8s/README.md: its commands are those that ``make test-kubernetes`` runs in a cluster."""
 
+import re
+import shutil
 from pathlib import Path
 
+from k8s_documents import K8S, check_schema, overlay, ray_service, rendered
 from readme_commands import README, commands_of, texts_of
 
 
@@ -25,6 +28,26 @@ curl -d '{"a":
 ```yaml
 kubectl: none
 ```
+
+```
+kubectl get two
+```
 """
-    found = ["kubectl get pod -o name", "curl -d '{\"a\": 1}'", "kubectl apply -k one"]
+    of_blocks = ["kubectl get pod -o name", "curl -d '{\"a\": 1}'", "kubectl get two"]
+    found = [*of_blocks, "kubectl apply -k one"]
     assert commands_of(page) == found
+
+
+def test_an_overlay_on_top_keeps_settings_of_pods(tmp_path: Path) -> None:
+    """The README's example, on top of a shipped overlay in place of the reader's own."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    (example,) = re.findall(r"```yaml\n(# k8s/overlays/ours/.*?)```", README.read_text(), re.DOTALL)
+    file = tmp_path / "k8s" / "overlays" / "ours" / "kustomization.yaml"
+    file.parent.mkdir()
+    file.write_text(example.replace("../mine", "../stages"))
+    service = ray_service(rendered(file.parent))
+    check_schema(service)
+    changed = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]["template"]["spec"]
+    assert changed.pop("nodeSelector") == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+    assert changed.pop("imagePullSecrets") == [{"name": "registry"}]
+    assert service == ray_service(overlay("stages"))

@@ -216,7 +216,8 @@ class StartWait:
         if text != self._logged:
             logger.warning("not ready after %.0f s: %s", now - self._begun_at, text)
             self._logged = text
-        kv_put(self._key, json.dumps([text, self._begun_at, now]).encode())
+        with suppress(Exception):  # of Ray, whose head node may be unreachable: the start continues
+            kv_put(self._key, json.dumps([text, self._begun_at, now]).encode())
 
     def end(self) -> None:
         """Record that the wait is over."""

@@ -25,8 +25,9 @@ class ServedDemo:
         self.application = Application()
         self.documents = self.application.render(*DEMO)
         self._report = report
+        found = self.application.get("rayservices")["items"]
         # by an earlier run
-        self._is_applied = bool(self.application.get("rayservices")["items"])
+        self._is_applied = self.application.name in {each["metadata"]["name"] for each in found}
 
     def ensure(self) -> Application:
         """Apply the demo unless it is applied."""

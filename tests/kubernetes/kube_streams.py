@@ -32,6 +32,8 @@ class Stream:
     longest_gap_s: float = 0.0
     gap_began_s: float = 0.0
     ended_s: float = 0.0
+    num_comments: int = 0  # lines that keep a connection alive
+    longest_silence_s: float = 0.0  # without any line, once the answer has begun
 
 
 class Load:
@@ -91,7 +93,12 @@ class Load:
                 content = (await answer.aread()).decode(errors="replace")
                 stream.error = f"{answer.status_code}: {content[:300]}"
                 return
+            last = time.monotonic()
             async for line in answer.aiter_lines():
+                now = time.monotonic()
+                stream.longest_silence_s = max(stream.longest_silence_s, now - last)
+                stream.num_comments += line.startswith(":")
+                last = now
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))

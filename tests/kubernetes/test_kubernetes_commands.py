@@ -28,11 +28,14 @@ ON_CPUS = (
     ("--stages 2 --gpu-memory 24GiB", "--cpu --stages 2 --gpu-memory 2GiB"),
 )
 MODELS = ("mixtral-8x7b", "mistral-nemo-12b")
+DASHBOARD = "curl --silent --retry 9 --retry-all-errors localhost:8265"
 # commands that this test does not run, and who does
 ELSEWHERE = {
     "docker build -f k8s/Dockerfile --target cuda"
     " -t registry.example.com/tramontane:0.2.0-cuda .": "make test-image builds this file by"
     " Docker; the cluster's image is made of the lines that it has",
+    "docker push registry.example.com/tramontane:0.2.0-cuda": "no test: the cluster has no"
+    " registry, its nodes are given the image",
     'kubectl create -k "github.com/ray-project/kuberay/ray-operator/config/default'
     '?ref=v1.7.0"': "make kubernetes creates the operator from a copy of this folder",
 }
@@ -101,12 +104,22 @@ def source_of_checkpoints(folder: Path) -> Iterator[None]:
 
 
 def prepare_model(shell: ReadmeShell, name: str, storage_class: str = "") -> None:
-    """Create what the README leaves to the user: the volume, and the source's credentials."""
+    """Create the source's credentials, here of an HTTP server, and what the README leaves to the
+    user: the volume.
+    """
     address = node_address(nodes_with_folders()[0])
-    shell.own(
-        f"kubectl create secret generic {name}-models-source"
-        " --from-literal=RCLONE_CONFIG_MODELS_TYPE=http"
-        f" --from-literal=RCLONE_CONFIG_MODELS_URL=http://{address}:{PORT}/"
+    shell.run(
+        "kubectl create secret generic mixtral-models-source"
+        " --from-literal=RCLONE_CONFIG_MODELS_TYPE=s3"
+        " --from-literal=RCLONE_CONFIG_MODELS_PROVIDER=AWS"
+        " --from-literal=RCLONE_CONFIG_MODELS_REGION=eu-west-3"
+        " --from-literal=RCLONE_CONFIG_MODELS_ACCESS_KEY_ID=$AWS_ACCESS_KEY_ID"
+        " --from-literal=RCLONE_CONFIG_MODELS_SECRET_ACCESS_KEY=$AWS_SECRET_ACCESS_KEY",
+        changes=[
+            ("mixtral-models-source", f"{name}-models-source"),
+            ("TYPE=s3", "TYPE=http"),
+            ("REGION=eu-west-3", f"URL=http://{address}:{PORT}/"),
+        ],
     )
     folder = CLUSTER / "models" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -179,6 +192,11 @@ def monitoring(shell: ReadmeShell) -> None:
     shell.run("HEAD=$(kubectl get pod -l app=tramontane,tramontane-role=head -o name)")
     assert "RUNNING" in shell.run("kubectl exec $HEAD -c ray-head -- serve status")
     assert "Active" in shell.run("kubectl exec $HEAD -c ray-head -- ray status")
+    page = shell.run(
+        "kubectl port-forward $HEAD 8265",
+        changes=[("8265", f"8265 > /dev/null & trap 'kill %1' EXIT\n{DASHBOARD}")],
+    )
+    assert "<title>Ray Dashboard</title>" in page
     shell.run("kubectl logs job/tramontane-download")
     assert "podmonitor" in shell.run("kubectl apply -k k8s/monitoring")
     shell.run("tramontane monitoring --out monitoring")
@@ -290,5 +308,6 @@ def helm(shell: ReadmeShell) -> None:
     shell.own("kubectl wait rayservice/mixtral --for=condition=Ready --timeout=10m", 660)
     shell.run("kubectl delete job mixtral-download")
     shell.own("helm upgrade mixtral ./mixtral-chart --reuse-values --set replicas=1")
+    shell.run("helm rollback mixtral")
     shell.own("helm uninstall mixtral")
     wait_until_gone(shell, "-l app=mixtral")

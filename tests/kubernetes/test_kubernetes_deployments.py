@@ -1,7 +1,9 @@
 """Planned changes while streams run: an upgrade of the application, nodes that are drained."""
 
 import json
+import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from kube_nodes import nodes_with_folders
 from kube_paths import node_name
 from kube_processes import kubectl
 from kube_report import Report
+from test_kubernetes_network import ask_the_operators_service
 from test_kubernetes_pods import wait_for_pods
 from test_kubernetes_problems import wait_for
 
@@ -59,17 +62,60 @@ def test_an_upgrade_of_the_application_loses_nothing(demo: Application, report: 
     assert problem is None, problem
 
 
+def test_a_second_cluster_takes_over_from_the_first(demo: Application, report: Report) -> None:
+    """`upgradeStrategy: NewCluster`, and a change of the pods: requests are asked all the time, by
+    the operator's own Service.
+    """
+    documents = demo.render(*DEMO)
+    (service,) = (each for each in documents if each["kind"] == "RayService")
+    service["spec"]["upgradeStrategy"] = {"type": "NewCluster"}
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    changed = {"name": "CHANGED_BY_A_TEST", "value": str(time.time_ns())}
+    head["containers"][0]["env"].append(changed)
+    (first,) = clusters_of(demo)
+    statuses: list[str] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.wait(0.2):
+            statuses.append(ask_the_operators_service(demo))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    began = time.monotonic()
+    try:
+        demo.apply(documents)
+        wait_for(lambda: len(clusters_of(demo)) == 2, 60)
+        wait_for(lambda: first not in clusters_of(demo), 900)
+        took_s = time.monotonic() - began
+        wait_for_pods(demo)
+    finally:
+        is_over.set()
+        asking.join()
+        demo.apply(demo.render(*DEMO))
+    counts = dict(Counter(statuses))
+    report.add(
+        "a second cluster takes over (upgradeStrategy: NewCluster)",
+        f"the first one is gone after {took_s:.0f} s; requests one after the other: {counts}",
+    )
+    assert counts.keys() == {"200"}
+
+
+def clusters_of(application: Application) -> list[str]:
+    """The names of the application's RayClusters."""
+    return [each["metadata"]["name"] for each in application.get("rayclusters")["items"]]
+
+
 @pytest.mark.parametrize("has_room", [True, False], ids=["room", "no-room"])
 def test_streams_survive_a_drained_node(
     demo: Application, undisturbed: Documents, report: Report, *, has_room: bool
 ) -> None:
-    """A stage's node is drained; without room elsewhere the streams wait, here for 40 s."""
-    operator = json.loads(kubectl("get", "pods", *OPERATOR, "--output=json"))["items"]
-    of_operator = {pod["spec"].get("nodeName") for pod in operator}
-    nodes = [pod["spec"]["nodeName"] for pod in demo.pods("stage")]
-    # the operator, which makes the successor, would have to move first
-    node = next(each for each in nodes if each not in of_operator)
+    """A stage's node is drained; without room elsewhere the streams wait, here for 40 s, in which
+    they are kept alive and /health says what is awaited.
+    """
+    node = node_to_drain(demo)
     others = [] if has_room else [node_name(each) for each in nodes_with_folders()]
+    health: list[tuple[int, str]] = []
 
     def drain() -> None:
         for each in others:
@@ -78,6 +124,7 @@ def test_streams_survive_a_drained_node(
         kubectl("drain", node, *options, timeout_s=330)
         if others:
             time.sleep(40)
+            health.append(demo.ask("/health", key=None))
         for each in others:
             kubectl(*(("cordon",) if each == node else ("uncordon",)), each)
 
@@ -88,10 +135,36 @@ def test_streams_survive_a_drained_node(
     finally:
         for each in {node, *others}:
             kubectl("uncordon", each)
-    where = "others free" if has_room else "no other free for 40 s"
-    report.add(f"node with a stage drained, {where}", str(outcome))
+    subject = f"node with a stage drained, {'others free' if has_room else 'no other for 40 s'}"
+    if has_room:
+        report.add(subject, str(outcome))
+    else:
+        silence_s = max(each["longest_silence_s"] for each in outcome.streams)
+        comments = min(each["num_comments"] for each in outcome.streams)
+        kept = f"{comments} comments or more in each, at most {silence_s:.0f} s without a byte"
+        report.add(subject, f"{outcome}; {kept}; /health {health[0][0]}", health=health[0][1])
+        assert comments > 0
+        assert "waiting for 1 of 2 stages" in health[0][1]
     assert node not in used
     assert outcome.held, outcome.errors
+
+
+def node_to_drain(demo: Application) -> str:
+    """A node with a stage and without pods that are not to move: the operator's, which makes the
+    successor, and the head's, whose budget allows no eviction. A stage is moved if need be.
+    """
+    operator = json.loads(kubectl("get", "pods", *OPERATOR, "--output=json"))["items"]
+    fixed = {pod["spec"].get("nodeName") for pod in (*operator, *demo.pods("head"))}
+    while not (nodes := {pod["spec"]["nodeName"] for pod in demo.pods("stage")} - fixed):
+        try:
+            for each in fixed:
+                kubectl("cordon", each)
+            demo.kubectl("delete", "pod", demo.pod("stage"))
+            wait_for_pods(demo)
+        finally:
+            for each in fixed:
+                kubectl("uncordon", each)
+    return min(nodes)
 
 
 def router_replicas(demo: Application) -> str:

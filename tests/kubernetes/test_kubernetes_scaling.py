@@ -20,6 +20,8 @@ from test_kubernetes_problems import wait_for
 PROGRAM = Path(__file__).with_name("kube_cluster.py")
 LATE = {"tramontane-tests/late": "true"}
 AWAITED = "waiting for 1 of 2 stages: "
+# eight streams are more than one pipeline is meant to have; less patient than the defaults
+AUTOSCALED = "max_num_seqs: 4\nupscale_delay: 5\ndownscale_delay: 20\n"
 Documents = list[dict[str, Any]]
 
 
@@ -110,6 +112,48 @@ def test_a_pipeline_more_and_less_by_the_lines_of_the_readme(
     assert outcome.held, outcome.errors
     assert fewer.held, fewer.errors
     assert problem is None, problem
+
+
+def test_the_autoscaler_makes_pods_for_a_second_pipeline(
+    empty: Application, undisturbed: Documents, report: Report, tmp_path: Path
+) -> None:
+    """`--max-replicas 2`: Ray's autoscaler, a container of the head, asks the operator for pods."""
+    config = tmp_path / "autoscaled.yaml"
+    config.write_text(AUTOSCALED)
+    documents = empty.render(*DEMO, "--max-replicas", "2", "--config", str(config))
+    (service,) = (each for each in documents if each["kind"] == "RayService")
+    service["spec"]["rayClusterConfig"]["autoscalerOptions"]["idleTimeoutSeconds"] = 60
+    empty.create_key()
+    empty.apply(documents)
+    try:
+        ready_s = empty.wait_until_ready()
+        empty.wait_for_answer()
+        assert len(empty.pods("stage")) == 2
+        began = time.monotonic()
+        grown_s = 0.0
+        outcomes = []
+        while not grown_s:
+            outcomes.append(compare(empty.streams("--tokens", "900"), undisturbed))
+            if num_routers(empty) == 2:
+                grown_s = time.monotonic() - began
+            assert time.monotonic() < began + 600, "there is no second pipeline"
+        num_pods = len(empty.pods("stage"))
+        began = time.monotonic()
+        wait_for(lambda: len(empty.pods("stage")) == 2, 900)
+        shrunk_s = time.monotonic() - began
+        empty.wait_for_answer()
+    finally:
+        empty.delete(documents)
+    num_streams = sum(len(each.streams) for each in outcomes)
+    result = (
+        f"Ready after {ready_s:.0f} s; a second pipeline with {num_pods} pods after {grown_s:.0f} s"
+        f" of {num_streams} streams ({sum(each.num_lost for each in outcomes)} lost,"
+        f" {sum(each.num_different for each in outcomes)} different), 2 pods again after"
+        f" {shrunk_s:.0f} s"
+    )
+    report.add("the autoscaler adds and removes a pipeline", result)
+    assert num_pods == 4
+    assert all(each.held for each in outcomes)
 
 
 def scaling_patch(demo: Application, num_pods: int) -> list[str]:

@@ -31,8 +31,9 @@ def commands_of(text: str) -> list[str]:
     """The commands of a page: of its blocks without a language or with that of the shell, and
     those between single backticks that are more than a name.
     """
-    blocks = re.findall(r"^ *```(?:sh)?\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-    found = [one_line(each) for block in blocks for each in _split(block)]
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    of_shell = [block for language, block in blocks if language in ("", "sh")]
+    found = [one_line(each) for block in of_shell for each in _split(block)]
     prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     found += [one_line(each) for each in re.findall(r"`([^`]+)`", prose)]
     return [each for each in dict.fromkeys(found) if _is_command(each) and each not in NAMES]

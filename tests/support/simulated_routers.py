@@ -61,6 +61,7 @@ class Replica:
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it has none
         self.pipeline: str | None = None  # that it drives
+        self.health_says: PipelineHealth | None = None  # None: whether its router is ready
         self.is_dead = False
         self.is_cut_off = False  # nothing arrives or leaves any more, and no one is notified
         self._kept: list[AsyncIterator[bytes]] = []
@@ -96,7 +97,7 @@ class Replica:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
         status: Any = "ready" if self.router.is_ready else "unavailable"
-        return PipelineHealth(status), self.name
+        return self.health_says or PipelineHealth(status), self.name
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
         if self.is_dead:

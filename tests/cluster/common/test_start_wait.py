@@ -75,5 +75,9 @@ def test_without_a_head_node_nothing_is_known(
 
     monkeypatch.setattr(ray_api, "kv_get", fail)
     monkeypatch.setattr(ray_api, "kv_delete", fail)
+    monkeypatch.setattr(ray_api, "kv_put", fail)
     assert _read() == ""
-    StartWait("app").end()
+    wait = StartWait("app")
+    store.now += 60
+    wait.report(WAITS)
+    wait.end()

@@ -52,6 +52,7 @@ from tramontane.proto.errors import (
 from tramontane.proto.request import Request, SamplingParams, SequenceRequest, fingerprint_output
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine import prefix_aware_routing
+from tramontane.router.engine.health import PipelineHealth
 from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
 from tramontane.router.scheduling.prefix_cache import cache_salt
 
@@ -132,6 +133,16 @@ async def test_where_no_pipeline_works_the_start_that_is_waited_for_is_the_reaso
     async with harness([Replica("a")], running="") as routers:
         health = await routers.health()
     assert (health.status, health.reason) == ("unavailable", "waiting for 1 of 2 stages")
+
+
+@in_event_loop
+async def test_where_every_pipeline_replaces_a_stage_requests_are_accepted() -> None:
+    replicas = [Replica("a"), Replica("b")]
+    for each in replicas:
+        each.health_says = PipelineHealth("degraded", "waiting for 1 of 2 stages", 12.0)
+    async with harness(replicas, running="ab") as routers:
+        health = await routers.health()
+    assert (health.status, health.is_serving, health.since_s) == ("degraded", True, 12.0)
 
 
 @in_event_loop

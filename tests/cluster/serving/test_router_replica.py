@@ -127,6 +127,7 @@ class Surroundings:
     removed: list[str] = field(default_factory=list)
     periodic: list[Callable[[], None]] = field(default_factory=list)
     exported: list[Any] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)  # what the start has published
     is_entered: bool = False
     chain: Chain = field(init=False)
 
@@ -140,6 +141,7 @@ class Surroundings:
     ) -> AsyncIterator[tuple[Any, Chain]]:
         assert first_number == 3, "the rank of the replica"
         self.is_entered, self.chain = True, Chain()
+        report("waiting for nodes")
         try:
             if not self.has_room:
                 await asyncio.get_running_loop().create_future()
@@ -150,6 +152,11 @@ class Surroundings:
         finally:
             await asyncio.sleep(0)
             self.removed.append("the pipeline")
+
+    def make_wait(self, application: str) -> Any:
+        assert application == "app"
+        end = lambda: self.waits.append("")  # noqa: E731
+        return SimpleNamespace(report=self.waits.append, end=end)
 
     def make_router(
         self,
@@ -203,6 +210,7 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Surroundings:
         "number_deployment": around.number_deployment,
         "DeploymentWatch": lambda _: SimpleNamespace(is_superseded=lambda _: around.is_superseded),
         "adopt_or_create_pipeline": around.pipeline,
+        "StartWait": around.make_wait,
         "MetricFactory": lambda: None,
         "PipelineMetrics": lambda *_: metrics,
         "start_periodic_thread": lambda _, work: around.periodic.append(work),
@@ -301,6 +309,17 @@ async def test_a_replica_whose_first_router_fails_removes_its_pipeline_and_says_
     with pytest.raises(PipelineError, match="a stage cannot load"):
         await start
     assert around.removed == ["the pipeline"]
+
+
+def test_what_a_start_waits_for_is_published_until_it_has_its_pipeline(
+    around: Surroundings,
+) -> None:
+    """A text that stays would be the reason that /health gives for a later failure."""
+
+    async def scenario(_replica: Any) -> None:
+        assert around.waits == ["waiting for nodes", ""]
+
+    _run(around, scenario)
 
 
 def test_metrics_are_those_of_the_router_that_drives_the_pipeline_now(around: Surroundings) -> None:
