@@ -184,7 +184,8 @@ def ask(shell: ReadmeShell) -> str:
 
 def monitoring(shell: ReadmeShell) -> None:
     """Monitoring: each command shows what its comment says."""
-    pod = shell.own("kubectl get pod -l app=tramontane,tramontane-role=ingress -o name").split()[0]
+    found = shell.own("kubectl get pod -l app=tramontane,tramontane-role=ingress -o name").split()
+    pod = found[0].removeprefix("pod/")
     assert "Ray runtime started" in shell.run("kubectl logs POD", changes=[("POD", pod)])
     assert "ray-worker" in shell.run("kubectl describe pod POD", changes=[("POD", pod)])
     shell.run("kubectl get events --field-selector type=Warning")

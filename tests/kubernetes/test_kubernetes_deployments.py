@@ -71,7 +71,7 @@ def test_a_second_cluster_takes_over_from_the_first(demo: Application, report: R
     service["spec"]["upgradeStrategy"] = {"type": "NewCluster"}
     head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     changed = {"name": "CHANGED_BY_A_TEST", "value": str(time.time_ns())}
-    head["containers"][0]["env"].append(changed)
+    head["containers"][0].setdefault("env", []).append(changed)
     (first,) = clusters_of(demo)
     statuses: list[str] = []
     is_over = threading.Event()
