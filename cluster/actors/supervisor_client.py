@@ -15,6 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from tramontane.cluster.actors.hang_detector import kill_worker_process
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.common.ray_api import ray_error_message, run_periodically
+from tramontane.cluster.ray_internals.accessors import actor_state
 from tramontane.proto.timing import (
     LEASE_CALL_TIMEOUT_S,
     RENEW_INTERVAL_S,
@@ -24,6 +25,8 @@ from tramontane.proto.units import backoff_delays
 
 MAX_MISSED_CALLS = 15  # in a row; then its process is killed even if it is not stopped
 MAX_FURTHER_CALLS = 5  # after which the call fails
+START_TIMEOUT_S = 180.0  # for its first process
+BEING_CREATED = ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 2.0
 
 logger = logging.getLogger(__name__)
@@ -45,8 +48,10 @@ async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any
     """Call one of the lease's methods as ``call_with_retry`` does; a stopped supervisor process is
     replaced.
 
-    Raises RayError, also if the replacement does not help.
+    Calls to a supervisor that has no process yet, as on a busy machine, do not count for
+    ``START_TIMEOUT_S``. Raises RayError, also if the replacement does not help.
     """
+    begun_at = time.monotonic()
 
     async def call_in_time() -> Any:
         num_missed = 0
@@ -55,6 +60,10 @@ async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any
                 async with asyncio.timeout(LEASE_CALL_TIMEOUT_S):
                     return await call()
             except TimeoutError:
+                if time.monotonic() - begun_at < START_TIMEOUT_S and await asyncio.to_thread(
+                    _is_being_created, supervisor
+                ):
+                    continue
                 num_missed += 1
                 min_age_s = math.inf if num_missed < MAX_MISSED_CALLS else 0.0
                 if await asyncio.to_thread(kill_worker_process, supervisor, min_age_s):
@@ -73,6 +82,17 @@ async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any
         )
 
     return await call_with_retry(call_in_time)
+
+
+def _is_being_created(supervisor: "ActorHandle[Any]") -> bool:
+    """Return whether Ray has not started the supervisor's first process yet; False if the head node
+    does not answer.
+    """
+    try:
+        return actor_state(supervisor).get("State") in BEING_CREATED
+    except Exception as error:  # of Ray
+        logger.debug("the state of the supervisor is not known: %s", error)
+        return False
 
 
 async def renew_lease_forever(supervisor: "ActorHandle[Any]", holder: str) -> None:
