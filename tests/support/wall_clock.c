@@ -4,6 +4,7 @@
    Monotonic clocks stay as they are. Absolute deadlines by the wall clock are turned back into the kernel's. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -38,6 +39,7 @@ static long long offset(void) {
     char path[512], text[32];
     long long found = 0;
     if (folder) {
+        int error = errno; /* no clock changes it, and most processes have no file */
         snprintf(path, sizeof path, "%s/%d", folder, (int)getpid());
         int file = open(path, O_RDONLY | O_CLOEXEC);
         if (file >= 0) {
@@ -46,6 +48,7 @@ static long long offset(void) {
             text[count > 0 ? count : 0] = 0;
             found = atoll(text);
         }
+        errno = error;
     }
     __atomic_store_n(&offset_s, found, __ATOMIC_RELAXED);
     return found;

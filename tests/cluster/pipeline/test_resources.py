@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
+from small_cluster import small_cluster
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -323,19 +324,12 @@ class Trainer:
 @pytest.fixture(scope="module")
 def full() -> Iterator[str]:
     """Return the address of a cluster of two CPUs, which an actor and a placement group hold."""
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=2**27,
-    )
-    trainer = Trainer.options(name="of another user").remote()  # type: ignore[attr-defined]
-    group = placement_group([{"CPU": 1}], name="theirs")
-    ray.get([trainer.ready.remote(), group.ready()])
-    yield context.address_info["gcs_address"]
-    remove_placement_group(group)
-    ray.shutdown()
+    with small_cluster(num_cpus=2):
+        trainer = Trainer.options(name="of another user").remote()  # type: ignore[attr-defined]
+        group = placement_group([{"CPU": 1}], name="theirs")
+        ray.get([trainer.ready.remote(), group.ready()])
+        yield ray.get_runtime_context().gcs_address
+        remove_placement_group(group)
 
 
 FREE = (

@@ -18,6 +18,7 @@ from harness import running_chain
 from ray import cloudpickle
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from small_cluster import small_cluster
 from tiny_models import tiny_args, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -61,19 +62,10 @@ class Holder:
 
 @pytest.fixture(scope="module")
 def hardware() -> Iterator[Hardware]:
-    ray.init(
-        address="local",
-        num_cpus=16,
-        num_gpus=NUM_GPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield Hardware(
-        (16,),
-        (GIB,),
-        tuple(Gpu("H200", 8 * GIB, ray.nodes()[0]["NodeID"], index) for index in range(NUM_GPUS)),
-    )
-    ray.shutdown()
+    with small_cluster(num_cpus=16, num_gpus=NUM_GPUS):
+        node = ray.nodes()[0]["NodeID"]
+        gpus = tuple(Gpu("H200", 8 * GIB, node, index) for index in range(NUM_GPUS))
+        yield Hardware((16,), (GIB,), gpus)
 
 
 @pytest.fixture(scope="module")

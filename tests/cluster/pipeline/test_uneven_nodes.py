@@ -22,6 +22,7 @@ from tiny_models import tiny_args, write_checkpoint
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.supervisor import _group
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.ray_settings import ONE_MACHINE_SETTINGS
 from tramontane.cluster.pipeline.engine import pipeline_spec
 from tramontane.cluster.planning.hardware import Hardware, probe_cluster
 from tramontane.proto.errors import PlanError
@@ -46,7 +47,9 @@ def nodes() -> Iterator[dict[str, str]]:
     cluster = Cluster()
     names = {}
     for name, gpus in GPUS.items():
+        of_head = {} if names else {"_system_config": dict(ONE_MACHINE_SETTINGS)}
         node = cluster.add_node(
+            **of_head,
             num_cpus=8,
             num_gpus=len(gpus),
             env_vars={"GPUS": json.dumps(gpus)},
