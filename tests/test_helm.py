@@ -129,6 +129,9 @@ def test_two_releases_share_no_object_and_no_label(charts: Callable[[str], Path]
     assert not _by_name(first).keys() & _by_name(second).keys()
     for document in first:
         assert document["metadata"]["name"].startswith("alpha")
+        labels = document["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "tramontane", "kubectl get all -l ... shows all"
+        assert labels["app.kubernetes.io/instance"] == "alpha"
     first_text, second_text = (
         template_text(charts("all"), name, EVERYTHING) for name in ("alpha", "omega")
     )
@@ -395,8 +398,11 @@ CASES: dict[str, Case] = {
     "monitoring.rules": (True, lambda d: "PrometheusRule" in _kinds(d), True),
     "monitoring.labels": (
         {"release": "prometheus"},
-        lambda d: [_of_kind(d, k)["metadata"]["labels"] for k in ("PodMonitor", "PrometheusRule")],
-        [{"release": "prometheus"}] * 2,
+        lambda d: [
+            _of_kind(d, kind)["metadata"]["labels"].get("release")
+            for kind in ("PodMonitor", "PrometheusRule")
+        ],
+        ["prometheus"] * 2,
     ),
     "dashboard.prometheusHost": ("http://p", _setting("RAY_PROMETHEUS_HOST"), "http://p"),
     "dashboard.grafanaHost": ("http://g", _setting("RAY_GRAFANA_HOST"), "http://g"),

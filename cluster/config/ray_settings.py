@@ -46,12 +46,12 @@ RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all ot
         # Ray's figures of its own event loops. While a placement group waits for a node, the GCS
         # counts 100,000 events in a second, and the head's agent would take a core to add them up.
         "event_stats": False,
-        # a dead node is reported after 3 s, one that is silent after 12; one that was late by 10 s,
+        # a dead node is reported after 2 s, one that is silent after 12; one that was late by 10 s,
         # on a busy machine, lives: see docs/decisions/0089
         "health_check_initial_delay_ms": 1000,
-        "health_check_period_ms": 1000,
-        "health_check_timeout_ms": 3000,
-        "health_check_failure_threshold": 3,
+        "health_check_period_ms": 500,
+        "health_check_timeout_ms": 2500,
+        "health_check_failure_threshold": 4,
     }
 )
 # Of a cluster on one machine: the death of its only raylet is seen by its sockets, and one that is

@@ -30,6 +30,7 @@ from tramontane.cluster.deploy.k8s_pieces import (
     MONITORING,
     REDIS,
     VOLUME,
+    recommended_labels,
     render_piece,
     render_template,
 )
@@ -71,9 +72,16 @@ def chart_files(served: ServedModel, command: str) -> dict[str, str]:
         "templates/NOTES.txt": render_template("chart/NOTES.txt", **variables),
     }
     for template in templates:
+        for _, document in template.documents:
+            _label(document, named.name)
         texts = [_conditional(expressions, *each) for each in template.documents]
         files[f"templates/{template.name}.yaml"] = f"{mark}\n" + "---\n".join(texts)
     return files
+
+
+def _label(document: Document, name: str) -> None:
+    metadata = document["metadata"]
+    metadata["labels"] = recommended_labels(name) | metadata.get("labels", {})
 
 
 def _conditional(expressions: Expressions, condition: str, document: Document) -> str:
@@ -319,5 +327,6 @@ def _monitoring(served: ServedModel, expressions: Expressions) -> Iterator[tuple
     for name in ("pod-monitor.yaml", "network-policy.yaml", "alerts.yaml"):
         (document,) = copy.deepcopy(_documents(files[name]))
         if document["kind"] != "NetworkPolicy":
-            expressions.optional(document["metadata"], "labels", ".Values.monitoring.labels")
+            more = expressions.more(".Values.monitoring.labels")
+            document["metadata"]["labels"] = {more: None}
         yield conditions[document["kind"]], document

@@ -17,6 +17,7 @@ from tramontane.cluster.deploy.k8s_pieces import (
     BUCKET,
     REDIS,
     VOLUME,
+    recommended_labels,
     render_piece,
 )
 from tramontane.cluster.deploy.k8s_pods import IMAGE, Document
@@ -81,6 +82,7 @@ def _kustomization(overlay: Overlay) -> Document:
             "rayservice.yaml",
             "disruption-budget.yaml",
         ],
+        "labels": [{"pairs": recommended_labels(overlay.served.name)}],
     }
     if overlay.served.model is not None:
         document["patches"] = [{"path": MODEL_FILE}]

@@ -45,6 +45,13 @@ def check_name(name: str, option: str) -> None:
         raise ConfigError(f"{option} is {name}, which YAML does not read as text; choose another")
 
 
+def recommended_labels(name: str) -> dict[str, str]:
+    """Return the labels of a model's objects by which Kubernetes' own tools show what belongs
+    together. Its pods have those of the operator.
+    """
+    return {"app.kubernetes.io/name": NAME, "app.kubernetes.io/instance": name}
+
+
 def render_piece(piece: str, name: str) -> dict[str, str]:
     """Return the files of one folder, by their names, for objects of this name."""
     names = [path.name.removesuffix(SUFFIX) for path in sorted((MANIFESTS / piece).iterdir())]

@@ -15,7 +15,9 @@ from tramontane.cluster.ray_internals.table import (
 
 # the end of Ray Serve's message about replicas whose constructor has not returned
 GUESS = re.compile(r"\.\s*This may be caused by a slow __init__ or reconfigure method\.$")
-APPLICATION = re.compile(r"in application '([^']+)'")
+REPLICAS_OF = re.compile(r"Deployment '([^']+)' in application '([^']+)'")
+ROUTER = "Router"  # the deployment whose constructor waits for stages
+STARTING = "their processes start and import the server, which takes long on a busy node"
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +41,16 @@ def name_waits() -> None:
 def name_wait(message: str, read: Callable[[str], str] = read_wait_now) -> str:
     """Return a status with what the application's routers wait for in the place of Ray Serve's
     guess, ``... more than 30s to initialize: waiting for 1 of 2 stages: 1 CPU, offered by no node,
-    for 42 s``. It is returned as it is if it has no such guess, or nothing is known.
+    for 42 s``. Replicas that wait for nothing are still being started. A status without such a
+    guess, or if what routers wait for cannot be read, is returned as it is.
     """
-    named = APPLICATION.search(message)
+    named = REPLICAS_OF.search(message)
     if named is None or not GUESS.search(message):
         return message
+    deployment, application = named.groups()
     try:
-        wait = read(named[1])
+        wait = read(application) if deployment == ROUTER else ""
     except Exception as error:  # of Ray, whose key-value store may be unreachable
         logger.debug("it is not known what routers wait for: %s", error)
         return message
-    return GUESS.sub(lambda _: f": {wait}", message) if wait else message
+    return GUESS.sub(lambda _: f": {wait or STARTING}", message)

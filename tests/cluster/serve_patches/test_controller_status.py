@@ -40,8 +40,16 @@ def test_what_is_not_known_stays() -> None:
     def fail(_: str) -> str:
         raise ConnectionError("the head node is away")
 
-    assert name_wait(SLOW, lambda _: "") == SLOW
     assert name_wait(SLOW, fail) == SLOW
+
+
+def test_replicas_that_wait_for_nothing_are_being_started() -> None:
+    assert name_wait(SLOW, lambda _: "").endswith(
+        "initialize: their processes start and import the server, which takes long on a busy node"
+    )
+    ingress = SLOW.replace("Router", "Ingress")
+    assert "Ingress" in name_wait(ingress, lambda _: WAIT)
+    assert name_wait(ingress, lambda _: WAIT).endswith("long on a busy node"), "it needs no stage"
 
 
 def test_ray_serves_status_has_it() -> None:
