@@ -44,7 +44,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> _Cluster:
     return cluster
 
 
-def test_an_actor_that_never_gets_a_process_is_stuck(cluster: _Cluster) -> None:
+@pytest.mark.parametrize("state", ["DEPENDENCIES_UNREADY", "PENDING_CREATION"])
+def test_an_actor_that_never_gets_a_process_is_stuck(cluster: _Cluster, state: str) -> None:
+    cluster.actors = {"stage-1": (state, 0)}
     assert not cluster.stuck()
     assert not cluster.stuck(ACTOR_START_TIMEOUT_S)
     assert cluster.stuck(0.1) == ["stage-1"]

@@ -102,3 +102,4 @@ def test_ray_serves_servers_have_the_options(monkeypatch: pytest.MonkeyPatch) ->
         options[:] = before
     assert set(rays_own) < set(seen)
     assert dict(seen)["grpc.keepalive_time_ms"] == KEEP_ALIVE_S * 1000
+    assert dict(seen)["grpc.http2.min_ping_interval_without_data_ms"] == 10_000, "of clients"
