@@ -51,7 +51,7 @@ class PodSizes:
 
 SERVER_SIZES = PodSizes(GIB, 8 * GIB, 6 * GIB, 3 * GIB)
 # Of the demo, whose five pods fit on a laptop: reserved are 2.5 CPUs and 5 GiB. Idle, a head had
-# 0.9 GiB, an ingress and a stage 0.6 GiB each (docs/reports/kubernetes-2026-11-30.md).
+# 0.8 GiB, an ingress and a stage 0.5 GiB each (docs/reports/kubernetes-2026-11-30.md).
 DEMO_SIZES = PodSizes(
     GIB // 4, 3 * GIB, 2 * GIB, 3 * GIB // 2, (("cpu", "500m"), ("memory", "1Gi"))
 )
