@@ -114,11 +114,14 @@ def _without_dashboard(node: Any) -> type:
 
 
 def _choose_agent_ports(ray_params: Any) -> None:
-    """Give a node's agents four ports of 127.0.0.1 at which nothing listens."""
+    """Give a node's agents four ports at which nothing listens, at any address of this machine.
+
+    They do not follow from the seed of a program, which would give two clusters the same ones.
+    """
     free: list[int] = []
-    for port in random.sample(AGENT_PORTS, len(AGENT_PORTS)):
+    for port in random.SystemRandom().sample(AGENT_PORTS, len(AGENT_PORTS)):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
             free.append(port)
         if len(free) == 4:
             break

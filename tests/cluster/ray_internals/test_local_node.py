@@ -1,13 +1,46 @@
-"""Which daemons of a local cluster it cannot do without, and what Ray knows of an actor's end."""
+"""Ports of a local cluster's agents, which of its daemons it cannot do without, and what Ray knows
+of an actor's end.
+"""
 
+import random
+import socket
 from types import SimpleNamespace
 
 import pytest
 from ray.core.generated import gcs_pb2
 
-from tramontane.cluster.ray_internals import table
+from tramontane.cluster.ray_internals import local_node, table
 from tramontane.cluster.ray_internals.accessors import end_of_last_process
 from tramontane.cluster.ray_internals.local_node import find_dead_daemon
+
+
+def _choose_ports() -> list[int]:
+    params = SimpleNamespace()
+    local_node._choose_agent_ports(params)
+    return list(vars(params).values())
+
+
+def test_programs_with_one_seed_get_other_ports() -> None:
+    """The agent that finds its port taken ends, and its raylet with it."""
+    chosen = []
+    for _ in range(2):
+        random.seed(0)
+        chosen.append(_choose_ports())
+    assert chosen[0] != chosen[1]
+    assert all(len(set(ports)) == 4 for ports in chosen)
+
+
+def test_a_port_is_free_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents listen at all of them, or at one that is not 127.0.0.1."""
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        number = taken.getsockname()[1]
+        free = []
+        for _ in range(8):  # more than are needed: another process may take some
+            with socket.create_server(("", 0)) as other:
+                free.append(other.getsockname()[1])
+        monkeypatch.setattr(local_node, "AGENT_PORTS", [number, *dict.fromkeys(free)])
+        for _ in range(8):
+            assert number not in _choose_ports()
 
 
 def _node(**statuses: int) -> SimpleNamespace:
