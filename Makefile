@@ -25,12 +25,14 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
 # Tests with Ray mostly wait, so two lanes of them run at once. Those that only compute get what the lanes leave of the cores:
-# of all that wants a core they are last (SCHED_IDLE), as Ray's own workers run at a nice value of 15. The output of what runs
+# of all that wants a core they are last (SCHED_IDLE), as Ray's own workers run at a nice value of 15, and a test of some
+# seconds may wait for minutes: each has 20. The output of what runs
 # in the background is shown when it ends. Python keeps what it has compiled, also where the environment says otherwise: the
 # lanes start hundreds of processes.
 IDLE := $(shell chrt --idle 0 true > /dev/null 2>&1 && echo chrt --idle 0 || echo nice -n 19)
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@ --durations=20 --durations-min=5
 PARALLEL = --numprocesses=logical --dist=loadfile
+PATIENT = --timeout=1200
 OTHERS = test-serve-command test-ray-pipeline types
 test: $(STAMP) lint  ## ruff, all tests but the nightly ones, and types: two lanes with Ray, next to them tests without it
 	@$(IDLE) $(MAKE) --no-print-directory --keep-going test-plain test-older-processor > .test-plain.log 2>&1 & plain=$$!; \
@@ -40,7 +42,7 @@ test: $(STAMP) lint  ## ruff, all tests but the nightly ones, and types: two lan
 	test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	$(PYTEST) -m "not ray and not nightly" $(PARALLEL)
+	$(PYTEST) -m "not ray and not nightly" $(PARALLEL) $(PATIENT)
 
 # Whose verdict rests on products, or on which kernels a processor gets; nothing here is compiled for GPUs a second time.
 OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton_attention.py \
@@ -53,7 +55,7 @@ OLDER = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_process
 # Triton's interpreter adds in one order on every processor (tests/support/triton_on_cpu.py): once more at night is enough.
 test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and selection as on a processor with AVX2 and no AVX-512
 	$(OLDER) -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512 and not interpreted" \
-		$(OF_PRODUCTS)
+		$(PATIENT) $(OF_PRODUCTS)
 
 nightly-older-processor: $(STAMP)
 	$(OLDER) -m "not ray and interpreted" --full-products $(OF_PRODUCTS)
