@@ -90,7 +90,11 @@ def lanes_of(makefile: str) -> list[Lane]:
 
 def _lane(target: str, arguments: list[str]) -> Lane:
     assert arguments[0] == "-m", arguments
-    others = [each for each in arguments[2:] if each not in ("$(PARALLEL)", "$(PATIENT)", "--full-products")]
+    others = [
+        each
+        for each in arguments[2:]
+        if each not in ("$(PARALLEL)", "$(PATIENT)", "--full-products")
+    ]
     ignored = tuple(
         each.removeprefix("--ignore=").rstrip("/")
         for each in others
