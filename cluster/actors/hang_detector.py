@@ -237,7 +237,8 @@ def _kill(pid: int, min_age_s: float) -> bool:
 # one wait for the same resources.
 
 Start = tuple[str, int]  # the name of an actor, and how often Ray has restarted it before
-PENDING = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING")
+BEING_CREATED = ("DEPENDENCIES_UNREADY", "PENDING_CREATION")  # without a process so far
+PENDING = (*BEING_CREATED, "RESTARTING")
 
 
 class PendingActorTracker:

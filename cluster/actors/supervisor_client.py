@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 
-from tramontane.cluster.actors.hang_detector import kill_worker_process
+from tramontane.cluster.actors.hang_detector import BEING_CREATED, kill_worker_process
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.common.ray_api import ray_error_message, run_periodically
 from tramontane.cluster.ray_internals.accessors import actor_state
@@ -26,7 +26,6 @@ from tramontane.proto.units import backoff_delays
 MAX_MISSED_CALLS = 15  # in a row; then its process is killed even if it is not stopped
 MAX_FURTHER_CALLS = 5  # after which the call fails
 START_TIMEOUT_S = 180.0  # for its first process
-BEING_CREATED = ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 2.0
 
 logger = logging.getLogger(__name__)
